@@ -200,12 +200,12 @@ def chosen(names: Sequence[str], words: Sequence[str], judged: str) -> dict[str,
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """`range=minmax,repairs=smooth_quant+bias_correction,balance=False` as arguments."""
+    """`range=minmax,algorithms=smooth_quant+bias_correction,balance=False` as arguments."""
     words: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
         known: dict[str, Any] = {"True": True, "False": False}
         words[key] = (
-            (*filter(None, value.split("+")),) if key == "repairs" else known.get(value, value)
+            (*filter(None, value.split("+")),) if key == "algorithms" else known.get(value, value)
         )
     return words

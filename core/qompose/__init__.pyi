@@ -49,10 +49,10 @@ from .reporting.build_report import (
     report as report,
 )
 from .reporting.report_data import Report as Report
+from .spec.algorithm_choice import SmoothQuant as SmoothQuant
 from .spec.quantization_spec import (
     QuantizationConfig as QuantizationConfig,
     QuantizationSpec as QuantizationSpec,
-    SmoothQuant as SmoothQuant,
 )
 from .storage.artifact import load as load, save as save
 from .storage.pt2_archive import export_pt2 as export_pt2

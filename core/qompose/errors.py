@@ -85,9 +85,9 @@ class ExcludedBackendError(BackendNotFoundError):
 class PluginError(UserError):
     """A plugin is installed but cannot be used."""
 
-    def __init__(self, name: str, source: str, reason: str) -> None:
-        self.name, self.source, self.reason = name, source, reason
-        super().__init__(f"Backend {name!r} ({source}) cannot be used: {reason}")
+    def __init__(self, name: str, source: str, reason: str, kind: str = "backend") -> None:
+        self.name, self.source, self.reason, self.kind = name, source, reason, kind
+        super().__init__(f"{kind.capitalize()} {name!r} ({source}) cannot be used: {reason}")
 
 
 class AnnotationConflictError(UserError, RuntimeError):

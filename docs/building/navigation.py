@@ -44,7 +44,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/qat",
             "docs/report",
             "docs/comparing",
-            "docs/repairs",
+            "docs/algorithms",
             "docs/tuning",
             "docs/compiling",
             "docs/artefacts",

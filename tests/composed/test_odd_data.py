@@ -71,7 +71,7 @@ def test_no_worse_than_ranges_of_all_values(backend: str, name: str, kind: str) 
     data = odd(*usual(name, 1))[:number]
     parts = (data,) if kind == "one batch" else data.tensor_split([1, 6, 7])
     models = []
-    for options in ({}, {"range": "minmax", "repairs": ()}):
+    for options in ({}, {"range": "minmax", "algorithms": ()}):
         prepared = qompose.prepare_pt2e(program, QUANTIZERS[backend](**options))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qompose.QomposeWarning)  # what looks wrong does

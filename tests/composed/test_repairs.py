@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs on the backends themselves: they help in the kernels, and change nothing where nobody asks."""
+"""Algorithms on the backends themselves: they help in the kernels, and change nothing where nobody asks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def repaired(
     plain, result = (
         qompose.quantize(
             model, (batches[0],),
-            backends=BACKENDS[backend](repairs=repairs, **options), calibration=batches,
+            backends=BACKENDS[backend](algorithms=algorithms, **options), calibration=batches,
         )
-        for repairs in ((), (repair,))
+        for algorithms in ((), (repair,))
     )  # fmt: skip
     assert not any(repair in line for line in (*plain.report.rewrites, *plain.report.notes))
     assert result.report.count("int8 kernel") == plain.report.count("int8 kernel") > 0

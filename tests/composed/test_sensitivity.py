@@ -48,13 +48,13 @@ def images(seed: int) -> Tensor:
 
 
 QUANTIZERS = {
-    "x86_inductor": lambda: x86(balance=False, repairs=()),
+    "x86_inductor": lambda: x86(balance=False, algorithms=()),
     "x86_inductor per token": lambda: x86(balance=False, is_dynamic=True, per_token=True),
     "x86_inductor weights": lambda: x86(balance=False, weight_only=True),
-    "xnnpack": lambda: xnnpack(balance=False, repairs=()),
+    "xnnpack": lambda: xnnpack(balance=False, algorithms=()),
     "xnnpack dynamic": lambda: xnnpack(balance=False, is_dynamic=True),
     "embedding and x86_inductor": lambda: qompose.compose(
-        "embedding", x86(balance=False, repairs=())
+        "embedding", x86(balance=False, algorithms=())
     ),
 }
 
@@ -98,7 +98,7 @@ def test_balanced_channels_keep_their_factors(backend: str) -> None:
         module.norm.bias[3] *= 100
         module.head.weight[:, 3] /= 100
     make = {"x86_inductor": x86, "xnnpack": xnnpack}[backend]
-    prepared = observed(module, batches, make(repairs=()))
+    prepared = observed(module, batches, make(algorithms=()))
     converted = qompose.convert_pt2e(prepared)
     assert "channels of layer_norm -> linear_2" in str(converted.meta["qompose"].balanced)
     ranking = qompose.sensitivity(prepared, batches, progress=False)

@@ -34,9 +34,9 @@ RUN_TIME = QuantizationSpec(
     torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine, is_dynamic=True
 )
 
-STATIC = QuantizationConfig(INT8, INT8, WEIGHT, name="static", repairs=())
-STATIC_UINT8 = QuantizationConfig(UINT8, UINT8, WEIGHT, name="static uint8", repairs=())
-PER_TENSOR = QuantizationConfig(INT8, INT8, WEIGHT_PER_TENSOR, name="per tensor", repairs=())
+STATIC = QuantizationConfig(INT8, INT8, WEIGHT, name="static", algorithms=())
+STATIC_UINT8 = QuantizationConfig(UINT8, UINT8, WEIGHT, name="static uint8", algorithms=())
+PER_TENSOR = QuantizationConfig(INT8, INT8, WEIGHT_PER_TENSOR, name="per tensor", algorithms=())
 DYNAMIC = QuantizationConfig(RUN_TIME, None, WEIGHT, name="dynamic")
 WEIGHT_ONLY = QuantizationConfig(None, None, WEIGHT, name="weight-only")
 ALL_MODES = frozenset({"static", "dynamic", "weight-only"})

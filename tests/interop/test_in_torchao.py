@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
 aten = torch.ops.aten
 
 
-RANGES: dict[str, Any] = {"range": "minmax", "balance": False, "repairs": ()}
+RANGES: dict[str, Any] = {"range": "minmax", "balance": False, "algorithms": ()}
 
 
 def xnnpack() -> Any:

@@ -16,7 +16,7 @@ from tests.products import x86
 
 def converted(model: nn.Module, *inputs: Tensor, **choices: Any) -> GraphModule:
     """The Q/DQ model, calibrated with its inputs; `choices` are those of the configuration."""
-    quantizer = x86(range="minmax", balance=False, repairs=(), **choices)
+    quantizer = x86(range="minmax", balance=False, algorithms=(), **choices)
     exported = torch.export.export(model.eval(), inputs)
     prepared = qompose.prepare_pt2e(exported, quantizer)
     prepared(*inputs)

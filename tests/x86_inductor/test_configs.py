@@ -51,7 +51,7 @@ class TestNames:
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
             ({"weight_range": "mse"}, "static, weight range mse"),
-            ({"repairs": ["bias_correction"]}, "static, repairs bias_correction"),
+            ({"algorithms": ["bias_correction"]}, "static, algorithms bias_correction"),
             ({**WEIGHT_ONLY, "weight_range": "histogram"},
              "weight-only int8, weight range histogram"),
             ({"isa": "vnni", "range": "minmax", "balance": False},

@@ -3,15 +3,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from qompose.algorithms.bias_correction import BiasCorrection
+from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_scaling import ChannelScaling
+from qompose.algorithms.discovery import load_algorithm
 from qompose.algorithms.equalization import Equalization
 from qompose.algorithms.gptq import GPTQ
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched
+from qompose.algorithms.products import (
+    InputMoments,
+    NotChanged,
+    Operands,
+    change_products,
+    columns_of,
+    moments_read,
+    product_node,
+    set_integers,
+    weight_group,
+    weight_of,
+)
 from qompose.algorithms.scale_search import ScaleSearch
 from qompose.algorithms.smooth_quant import Smoothing
+from qompose.backend.discovery import algorithms
+from qompose.spec.algorithm_choice import ALGORITHM_WORDS
+from qompose.spec.claim import Claim
 
-ALGORITHMS: tuple[Algorithm, ...] = (
+__all__ = [
+    "Algorithm",
+    "Calibrated",
+    "InputMoments",
+    "NotChanged",
+    "Operands",
+    "Rewritten",
+    "Watched",
+    "algorithms",
+    "change_products",
+    "columns_of",
+    "load_algorithm",
+    "moments_read",
+    "product_node",
+    "set_integers",
+    "weight_group",
+    "weight_of",
+]
+
+OWN: tuple[Algorithm, ...] = (
     Equalization(),
     ChannelScaling(),
     Smoothing(),
@@ -19,4 +57,20 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     GPTQ(),
     BiasCorrection(),
 )
-"""All that there are, in the order in which stages ask them."""
+"""qompose's, in the order in which stages ask them; those of other packages come after GPTQ."""
+_BEFORE = OWN.index(OWN[-1])
+
+
+def algorithms_of(claims: Iterable[Claim]) -> Algorithms:
+    """Return qompose's algorithms, and those of other packages that claims ask for.
+
+    Raises:
+        PluginError: one that is asked for by word cannot be loaded.
+    """
+    others = list[Algorithm]()
+    for choice in (choice for claim in claims for choice in claim.algorithms):
+        if isinstance(choice, str) and choice not in ALGORITHM_WORDS:
+            choice = load_algorithm(choice)
+        if isinstance(choice, Algorithm) and choice not in others:
+            others.append(choice)
+    return Algorithms((*OWN[:_BEFORE], *others, *OWN[_BEFORE:]))

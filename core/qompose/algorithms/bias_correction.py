@@ -31,8 +31,6 @@ from qompose.algorithms.products import (
     Operands,
     change_products,
     channel_dim,
-    is_asked,
-    is_wanted,
     product_node,
     reader_of,
     rows_read,
@@ -43,9 +41,9 @@ from qompose.observers.input_sums import MeanObserver, input_observers
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in
 from qompose.program.graph import address_of, constant_of, value_of
+from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import integers_of, values_of_integers
-from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 _NOTHING = 1e-30
 
@@ -59,21 +57,21 @@ class BiasCorrection(Algorithm):
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, int, bool]]:
         for claim in claims:
-            node = product_node(claim, nodes) if is_wanted(claim, self.word) else None
+            node = product_node(claim, nodes) if self.is_wanted(claim) else None
             if node is not None:
                 operands = Operands.of(node)
                 dim = channel_dim(node, operands.weight)
-                yield operands.source, dim, is_asked(claim, self.word)
+                yield operands.source, dim, self.is_asked(claim)
 
     def correct(self, found: Calibrated) -> None:
         correction = cache(lambda: _Correction(found))
 
-        def corrected(node: Node, claim: Claim) -> str:
-            name, bias, effect = correction().of(node)
+        def corrected(product: Operands, claim: Claim) -> str:
+            name, bias, effect = correction().of(product)
             found.parameters[name] = bias
             return effect
 
-        change_products(found, self.word, corrected)
+        change_products(found, self, corrected)
 
 
 class _Correction:
@@ -87,13 +85,12 @@ class _Correction:
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
 
-    def of(self, node: Node) -> tuple[str, Tensor, str]:
+    def of(self, product: Operands) -> tuple[str, Tensor, str]:
         """Return the name of a product's bias, the corrected bias, and how much the correction is.
 
         Raises:
             NotChanged: it stays as it is.
         """
-        product = Operands.of(node)
         if product.bias is None:
             raise NotChanged("it has no bias, and its kernel was chosen without one")
         bias, name = constant_of(product.bias), product.bias.name

@@ -43,8 +43,8 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
+from qompose.spec.algorithm_choice import EQUALIZATION
 from qompose.spec.claim import Claim
-from qompose.spec.quantization_spec import EQUALIZATION
 
 _SWEEPS = 100
 _STILL = 1e-3
@@ -134,7 +134,7 @@ class Equalization(Algorithm):
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         nodes = {node.name: node for node in nodes_in(model)}
-        asking = [claim for claim in claims if EQUALIZATION in claim.repairs]
+        asking = [claim for claim in claims if EQUALIZATION in claim.algorithms]
         if not asking:
             return Rewritten()
         products, reasons = _products(model, asking, nodes)

@@ -39,20 +39,19 @@ from qompose.algorithms.products import (
     Operands,
     change_products,
     columns_of,
-    is_asked,
     moments_read,
     product_node,
     reader_of,
     rows_read,
+    set_integers,
     taps_of,
     weight_group,
 )
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
-from qompose.plan.plan import Group
+from qompose.spec.algorithm_choice import GPTQ as WORD
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
-from qompose.spec.quantization_spec import GPTQ as WORD, QuantizationSpec
 
 _NEEDED = 1.05
 """How many times smaller the squared error has to become on data held back."""
@@ -91,39 +90,40 @@ class GPTQ(Algorithm):
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
-        for claim in (claim for claim in claims if is_asked(claim, self.word)):
+        for claim in filter(self.is_asked, claims):
             if (node := product_node(claim, nodes)) is not None:
                 product = Operands.of(node)
                 yield product.source, *columns_of(product)
 
     def correct(self, found: Calibrated) -> None:
-        change_products(found, self.word, partial(_round, found))
+        change_products(found, self, partial(self._round, found))
 
+    def _round(self, found: Calibrated, product: Operands, claim: Claim) -> str:
+        """Decide on the integers of a product's weight, and say what they gain.
 
-def _round(found: Calibrated, node: Node, claim: Claim) -> str:
-    """Decide on the integers of a product's weight, and say what they gain.
-
-    Raises:
-        NotChanged: those next to its values stay.
-    """
-    product = Operands.of(node)
-    number, q = weight_group(found, product)
-    _check_weight(found.plan.groups[number], q, product)
-    reader = reader_of(found, product)
-    inputs, forms, together = _inputs(found, product, reader, by_moments=is_asked(claim, WORD))
-    if inputs.channels == 1:
-        raise NotChanged("each of its outputs reads one value, and there is no other to make up")
-    rounding = _Rounding.of(reader, q, together=together)
-    first, second = inputs.halves()
-    form, gain = rounding.some().best_form(forms, first, second)
-    if not gain >= _NEEDED:  # NaN neither
-        raise NotChanged(
-            f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
-            f"{_NEEDED} is needed"
-        )
-    found.integers[number] = rounding.integers(inputs, form)
-    effect = f"squared error on calibration data held back {gain:.2f} times smaller"
-    return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
+        Raises:
+            NotChanged: those next to its values stay.
+        """
+        _, q = weight_group(found, product)
+        if q.zero_point.is_floating_point():
+            raise NotChanged(f"the zero points of {product.weight.target} are not integers")
+        reader = reader_of(found, product)
+        inputs, forms, together = _inputs(found, product, reader, by_moments=self.is_asked(claim))
+        if inputs.channels == 1:
+            raise NotChanged(
+                "each of its outputs reads one value, and there is no other to make up"
+            )
+        rounding = _Rounding.of(reader, q, together=together)
+        first, second = inputs.halves()
+        form, gain = rounding.some().best_form(forms, first, second)
+        if not gain >= _NEEDED:  # NaN neither
+            raise NotChanged(
+                f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
+                f"{_NEEDED} is needed"
+            )
+        set_integers(found, product, rounding.integers(inputs, form))
+        effect = f"squared error on calibration data held back {gain:.2f} times smaller"
+        return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
 
 
 def _few(inputs: Inputs) -> str:
@@ -138,13 +138,6 @@ def _inputs(
         columns, _ = columns_of(product)
         return moments_read(found, product), _OF_MOMENTS, columns.window is not None
     return rows_read(found, product, reader), _OF_ROWS, False
-
-
-def _check_weight(group: Group, q: QParams, product: Operands) -> None:
-    if len(group.points) > 1:
-        raise NotChanged(f"{product.weight.target} is read by other operators too")
-    if q.zero_point.is_floating_point() or not isinstance(group.spec, QuantizationSpec):
-        raise NotChanged(f"the zero points of {product.weight.target} are not integers")
 
 
 @dataclass(frozen=True)

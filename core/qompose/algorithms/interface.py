@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
+from qompose.errors import blaming
 from qompose.observers.channel_ranges import Balance
-from qompose.observers.input_sums import Columns
+from qompose.observers.input_sums import Columns, watch_means, watch_moments
 from qompose.plan.plan import Group, Rewrite
+from qompose.spec.algorithm_choice import word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
 
@@ -46,15 +49,27 @@ class Watched:
 class Algorithm:
     """Something that changes a program for the accuracy of its integers.
 
-    Stages call the methods of each algorithm of the table, in its order, and know none by name. Override what
-    you need: every method does nothing by default. In training only `watch_channels` is called, and what it
-    wants is not kept.
+    Stages call the methods of each algorithm that a program's claims ask for, and know none by name. Override
+    what you need: every method does nothing by default. In training only `watch_channels` is
+    called, and what it wants is not kept. A subclass with options is best a frozen dataclass: two
+    configurations ask for the same algorithm if the objects are equal.
 
     Attributes:
-        word: by which configurations ask for it, in `Claim.repairs`; "" if they do not ask for it by word.
+        word: by which configurations ask for it, in `algorithms=`, and which lines of the report begin with.
     """
 
     word: ClassVar[str] = ""
+
+    def is_asked(self, claim: Claim) -> bool:
+        """Tell whether a claim asks for it, by its word or as an equal object."""
+        return any(
+            choice == self or (not isinstance(choice, Algorithm) and word_of(choice) == self.word)
+            for choice in claim.algorithms
+        )
+
+    def is_wanted(self, claim: Claim) -> bool:
+        """Tell whether a claim asks for it, or leaves it to the engine."""
+        return self.word in claim.unasked or self.is_asked(claim)
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         """Change the parameters of a program, in place, once it is known who claims what."""
@@ -98,36 +113,68 @@ class Algorithm:
         """Change parameters that stay in float; all quantization parameters are known."""
 
 
-def choose_factors(algorithms: Iterable[Algorithm], found: Calibrated, number: int) -> None:
-    """Let the algorithm that watches a group's channels decide on their factors."""
-    balance = found.plan.groups[number].balance
-    for algorithm in algorithms:
-        if balance is not None and algorithm.word == balance.repair:
-            algorithm.choose_factors(found, number, balance)
+@dataclass(frozen=True)
+class Algorithms:
+    """The algorithms that stages ask, in their order. What one raises says whose it is."""
 
+    members: tuple[Algorithm, ...]
 
-def choose_qparams(
-    algorithms: Iterable[Algorithm], found: Calibrated, number: int, q: QParams
-) -> QParams:
-    """Return the parameters of a group that the algorithms leave it, each with those of the one before."""
-    for algorithm in algorithms:
-        q = algorithm.choose_qparams(found, number, q) or q
-    return q
+    def _each(self, step: str) -> Iterator[tuple[Algorithm, AbstractContextManager[None]]]:
+        for algorithm in self.members:
+            name = algorithm.word or type(algorithm).__name__
+            yield algorithm, blaming(f"algorithm {name}, asked to {step},")
 
+    def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
+        """Let each change the parameters of a program, in place; return what all did."""
+        found = list[Rewritten]()
+        for algorithm, blamed in self._each("rewrite"):
+            with blamed:
+                found.append(algorithm.rewrite(model, claims))
+        made = tuple(rewrite for one in found for rewrite in one.made)
+        return Rewritten(made, tuple(line for one in found for line in one.refused))
 
-def with_channels(
-    algorithms: Iterable[Algorithm],
-    model: GraphModule,
-    claims: Sequence[Claim],
-    groups: Sequence[Group],
-) -> tuple[tuple[Group, ...], list[str]]:
-    """Return groups with what algorithms want to know of their channels, and what they refused."""
-    result, refused = tuple(groups), list[str]()
-    for algorithm in algorithms:
-        found = algorithm.watch_channels(model, claims, result)
-        result = tuple(
-            replace(group, balance=found.groups.get(number, group.balance))
-            for number, group in enumerate(result)
-        )
-        refused += found.refused
-    return result, refused
+    def with_channels(
+        self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
+    ) -> tuple[tuple[Group, ...], list[str]]:
+        """Return groups with what is to be known of their channels, and what was refused."""
+        result, refused = tuple(groups), list[str]()
+        for algorithm, blamed in self._each("watch channels"):
+            with blamed:
+                found = algorithm.watch_channels(model, claims, result)
+            result = tuple(
+                replace(group, balance=found.groups.get(number, group.balance))
+                for number, group in enumerate(result)
+            )
+            refused += found.refused
+        return result, refused
+
+    def insert_observers(self, claims: Sequence[Claim], nodes: Mapping[str, Node]) -> None:
+        """Insert the observers of means and moments that are wanted, in place."""
+        means, moments = list[tuple[Node, int, bool]](), list[tuple[Node, Columns, int]]()
+        for algorithm, blamed in self._each("watch inputs"):
+            with blamed:
+                means += algorithm.watch_means(claims, nodes)
+                moments += algorithm.watch_moments(claims, nodes)
+        watch_means(means)
+        watch_moments(moments)
+
+    def choose_factors(self, found: Calibrated, number: int) -> None:
+        """Let the algorithm that watches a group's channels decide on their factors."""
+        balance = found.plan.groups[number].balance
+        for algorithm, blamed in self._each("choose factors"):
+            if balance is not None and algorithm.word == balance.algorithm:
+                with blamed:
+                    algorithm.choose_factors(found, number, balance)
+
+    def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams:
+        """Return the parameters that they leave a group, each with those of the one before."""
+        for algorithm, blamed in self._each("choose quantization parameters"):
+            with blamed:
+                q = algorithm.choose_qparams(found, number, q) or q
+        return q
+
+    def correct(self, found: Calibrated) -> None:
+        """Let each change integers and parameters."""
+        for algorithm, blamed in self._each("correct"):
+            with blamed:
+                algorithm.correct(found)

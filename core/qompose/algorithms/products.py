@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Algorithm
 from qompose.observers.auto_range import (
     FEWEST_EXAMPLES,
     AutoRangeObserver,
@@ -35,7 +36,6 @@ from qompose.program.graph import (
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
-from qompose.spec.quantization_spec import word_of
 
 _LINEAR = torch.ops.aten.linear.default
 
@@ -108,17 +108,9 @@ class NotKnown(NotChanged):
     """Raised where statistics do not have what it takes."""
 
 
-def is_asked(claim: Claim, word: str) -> bool:
-    """Tell whether a claim asks for an algorithm by its word."""
-    return word in map(word_of, claim.repairs)
-
-
-def is_wanted(claim: Claim, word: str) -> bool:
-    """Tell whether a claim asks for an algorithm by its word, or leaves it to the engine."""
-    return word in claim.unasked or is_asked(claim, word)
-
-
-def change_products(found: Calibrated, word: str, change: Callable[[Node, Claim], str]) -> None:
+def change_products(
+    found: Calibrated, algorithm: Algorithm, change: Callable[[Operands, Claim], str]
+) -> None:
     """Let an algorithm change each product that it is wanted for, and note what it did, or why not.
 
     Where nobody asked by word, only missing statistics are worth a line.
@@ -126,9 +118,9 @@ def change_products(found: Calibrated, word: str, change: Callable[[Node, Claim]
     Args:
         change: changes one product and says what that does, or raises `NotChanged`.
     """
-    unknown = list[str]()
+    unknown, word = list[str](), algorithm.word
     for number, claim in enumerate(found.plan.claims):
-        if not is_wanted(claim, word):
+        if not algorithm.is_wanted(claim):
             continue
         node = product_node(claim, found.nodes)
         try:
@@ -136,9 +128,9 @@ def change_products(found: Calibrated, word: str, change: Callable[[Node, Claim]
                 raise NotChanged("it is neither a linear nor a convolution")
             if number in found.dropped:
                 raise NotChanged(f"it stays in float, since {found.dropped[number]}")
-            effect = change(node, claim)
+            effect = change(Operands.of(node), claim)
         except NotChanged as reason:
-            if is_asked(claim, word):
+            if algorithm.is_asked(claim):
                 where = describe(found.nodes[claim.anchor] if node is None else node)
                 found.refused.append(f"{word} of {where} was not made: {reason}")
             elif isinstance(reason, NotKnown):
@@ -401,10 +393,39 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
     return number, q
 
 
+def weight_of(found: Calibrated, product: Operands) -> Tensor:
+    """Return a product's weight, in float with the factors decided so far."""
+    return found.factors.constant(product.weight.name)
+
+
+def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None:
+    """Decide on the integers of a product's weight.
+
+    Raises:
+        NotChanged: another algorithm has, or other operators read it too.
+        ValueError: they are not of its shape and type, or are out of bounds.
+    """
+    number, q = weight_group(found, product)
+    if number in found.integers:
+        raise NotChanged("another algorithm has chosen its integers")
+    if len(found.plan.groups[number].points) > 1:
+        raise NotChanged(f"{product.weight.target} is read by other operators too")
+    shape = weight_of(found, product).shape
+    if (integers.shape, integers.dtype) != (shape, q.dtype):
+        expected = f"{q.dtype} of shape {tuple(shape)}"
+        raise ValueError(
+            f"integers must be {expected}, got {integers.dtype} of shape {tuple(integers.shape)}"
+        )
+    if integers.numel() and not (q.low <= int(integers.min()) and int(integers.max()) <= q.high):
+        raise ValueError(f"integers must be within [{q.low}, {q.high}]")
+    found.integers[number] = integers
+
+
 def reader_of(found: Calibrated, product: Operands) -> Reader:
     """Return a product as the reader of its input, its weight with the factors decided so far."""
-    weight = found.factors.constant(product.weight.name)
-    return Reader(weight, groups_of(product.node), product.node.target in TRANSPOSED)
+    return Reader(
+        weight_of(found, product), groups_of(product.node), product.node.target in TRANSPOSED
+    )
 
 
 def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows:

@@ -3,9 +3,9 @@
 
 With few integers the step is so coarse that the largest value of a channel or a block, for which it has to be
 as coarse as it is, may better be clipped. Parts of the range of all values are tried, and for each channel or
-block the one of least error is taken. No data is needed: it is the error of a product whose inputs have no
-correlations, and a mean as large as their deviation, `sum(e^2) + sum(e)^2`: what is clipped often lies on one
-side of 0, so that the second term counts.
+block the one of least squared error is taken, without data. The inputs of a product are supposed to have no
+correlations, and a mean as large as their deviation: its error is `sum(e^2) + sum(e)^2`. The second term
+counts, since what is clipped often lies on one side of 0.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from torch import Tensor
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
-from qompose.algorithms.products import (
-    NotChanged,
-    is_asked,
-    is_wanted,
-)
+from qompose.algorithms.products import NotChanged, product_node
 from qompose.observers.make_observer import make_observer
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.program.graph import constant_of
+from qompose.spec.algorithm_choice import SCALE_SEARCH as WORD
 from qompose.spec.qdq import QParams, in_rows, integers_of, values_of_integers
 from qompose.spec.qparams import in_blocks
-from qompose.spec.quantization_spec import SCALE_SEARCH as WORD, class_of
+from qompose.spec.quantization_spec import class_of
 
 _PARTS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the range of all values; the first that is best is taken."""
@@ -44,14 +41,17 @@ class ScaleSearch(Algorithm):
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
         plan = found.plan
         claims = [plan.claims[claim] for claim in plan.groups[number].claims]
+        products = [product_node(claim, found.nodes) for claim in claims]
         weight = found.nodes[plan.groups[number].points[0].source]
-        if constant_of(weight) is None or not all(is_wanted(c, self.word) for c in claims):
+        if constant_of(weight) is None or not all(map(self.is_wanted, claims)):
             return None
         try:
             _check(found, number)
-            chosen, gain = _searched(found, number, q)
+            chosen, gain = _searched(
+                found, number, q, is_product=all(p is not None for p in products)
+            )
         except NotChanged as reason:
-            if any(is_asked(claim, self.word) for claim in claims):
+            if any(map(self.is_asked, claims)):
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
             return None
         found.made.append(
@@ -78,7 +78,9 @@ def _check(found: Calibrated, number: int) -> None:
         raise NotChanged("several tensors share its scale")
 
 
-def _searched(found: Calibrated, number: int, q: QParams) -> tuple[QParams, float]:
+def _searched(
+    found: Calibrated, number: int, q: QParams, *, is_product: bool
+) -> tuple[QParams, float]:
     """Return the parameters of least error, and how many times smaller that is.
 
     Raises:
@@ -87,7 +89,8 @@ def _searched(found: Calibrated, number: int, q: QParams) -> tuple[QParams, floa
     group = found.plan.groups[number]
     weight = found.factors.constant(group.points[0].source)
     in_parts = q.blocks or q.axis == 0
-    pieces = [_best(piece, q, group.spec) for piece in (_rows(weight, q) if in_parts else [weight])]
+    parts = _rows(weight, q) if in_parts else [weight]
+    pieces = [_best(part, q, group.spec, is_product) for part in parts]
     scales, zero_points, before, after = zip(*pieces, strict=True)
     if not sum(after) < sum(before):
         raise NotChanged("no narrower range has a smaller error")
@@ -101,7 +104,9 @@ def _rows(weight: Tensor, q: QParams) -> Iterator[Tensor]:
     yield from (rows for _, _, rows in in_rows(weight, multiple=block))
 
 
-def _best(values: Tensor, q: QParams, spec: Any) -> tuple[Tensor, Tensor, float, float]:
+def _best(
+    values: Tensor, q: QParams, spec: Any, is_product: bool
+) -> tuple[Tensor, Tensor, float, float]:
     """Return scale and zero point of least error, the error of the range of all values, and the least."""
     observer: Any = make_observer(spec)
     observer(values)
@@ -110,7 +115,8 @@ def _best(values: Tensor, q: QParams, spec: Any) -> tuple[Tensor, Tensor, float,
         scale, zero_point = observer.qparams_of_part(part)
         now = replace(q, scale=scale, zero_point=zero_point)
         off = values_of_integers(integers_of(values, now), now) - values.float()
-        return scale, zero_point, _of_scales(off.square(), now) + _of_scales(off, now).square()
+        error = _of_scales(off.square(), now)
+        return scale, zero_point, error + is_product * _of_scales(off, now).square()
 
     best = tried(1.0)
     before = best[2].sum()

@@ -29,15 +29,10 @@ from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
 from qompose.program.graph import address_of, arguments_of, constant_of, describe, value_of
+from qompose.spec.algorithm_choice import SMOOTH_QUANT, AlgorithmChoice, word_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of
-from qompose.spec.quantization_spec import (
-    SMOOTH_QUANT,
-    FixedQParamsQuantizationSpec,
-    QuantizationSpec,
-    Repair,
-    word_of,
-)
+from qompose.spec.quantization_spec import FixedQParamsQuantizationSpec, QuantizationSpec
 
 aten = torch.ops.aten
 
@@ -262,9 +257,9 @@ class _Placing:
         return tuple(node.name for node in parameters) if private else ()
 
 
-def _asked(claim: Claim) -> Repair | None:
+def _asked(claim: Claim) -> AlgorithmChoice | None:
     """Return the SmoothQuant that a claim's configuration asks for, with its strength."""
-    return next((repair for repair in claim.repairs if word_of(repair) == SMOOTH_QUANT), None)
+    return next((c for c in claim.algorithms if word_of(c) == SMOOTH_QUANT), None)
 
 
 def _is_ours(spec: QuantizationSpec) -> bool:

@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
 import pluggy
-from importlib_metadata import Distribution, EntryPoint, EntryPoints, PackageNotFoundError, requires
+from importlib_metadata import EntryPoint, PackageNotFoundError, requires
 
 from qompose import errors
+from qompose.entry_points import ALGORITHM_GROUP, entry_points, offers
 from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
 
 if TYPE_CHECKING:
@@ -65,13 +66,14 @@ def qompose_backend() -> Backend:  # type: ignore[empty-body]
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """An installed backend as its package's metadata describes it, not loaded."""
+    """An installed backend, or another plugin, as its package's metadata describes it, not loaded."""
 
     name: str
     module: str
     distribution: str
     version: str
     problem: str | None = None
+    kind: str = "backend"
 
     @property
     def source(self) -> str:
@@ -106,17 +108,22 @@ def backends() -> list[BackendInfo]:
     `QOMPOSE_PLUGINS=a,b` restricts the list.
     """
     allowed = _allowed()
-    return [info for info in _installed() if allowed is None or info.name in allowed]
+    return [info for info in installed() if allowed is None or info.name in allowed]
+
+
+def algorithms() -> list[BackendInfo]:
+    """Return other packages' algorithms in order of their words, from package metadata alone."""
+    return installed(ALGORITHM_GROUP, "algorithm")
 
 
 def names_nobody_offers() -> list[str]:
     """Return the names in QOMPOSE_PLUGINS that no installed distribution offers."""
-    return sorted((_allowed() or frozenset()) - {info.name for info in _installed()})
+    return sorted((_allowed() or frozenset()) - {info.name for info in installed()})
 
 
 def why_none() -> str:
     """Return what to tell where no backend can be listed: none is installed, or QOMPOSE_PLUGINS hides all."""
-    hidden = sorted({info.name for info in _installed()})
+    hidden = sorted({info.name for info in installed()})
     if not hidden:
         return "No backend is installed. Backends are pip packages, such as qompose-NAME."
     listed = os.environ.get(RESTRICT_VARIABLE, "")
@@ -133,53 +140,20 @@ def _allowed() -> frozenset[str] | None:
     return frozenset(name.strip() for name in listed.split(",") if name.strip())
 
 
-def _installed() -> list[BackendInfo]:
-    """Return all installed backends, whatever QOMPOSE_PLUGINS says."""
+def installed(group: str = GROUP, kind: str = "backend") -> list[BackendInfo]:
+    """Return what is installed of an entry-point group, whatever QOMPOSE_PLUGINS says."""
     found = sorted(
-        {_info(point) for point in entry_points(group=GROUP)},
+        {_info(point, kind) for point in entry_points(group=group)},
         key=lambda info: (info.name, info.distribution, info.module),
     )
     return [_with_clash(info, found) for info in found]
 
 
-def entry_points(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group; of two copies of a package, those of the one Python imports.
-
-    Packages are read one at a time: `importlib_metadata.entry_points` parses all of them at once, so that
-    one malformed line would hide the entry points of every package.
-    """
-    found: list[EntryPoint] = []
-    for distribution, points in _offers(group):
-        if points:
-            found += _imported_copy(distribution).entry_points.select(group=group)
-    return found
-
-
 def damaged_packages() -> list[str]:
     """Return the folders of packages whose entry points cannot be read."""
-    damaged = (distribution for distribution, points in _offers(GROUP) if points is None)
+    damaged = (distribution for distribution, points in offers(GROUP) if points is None)
     # Its metadata may be gone too, and then only the folder says which package it is.
     return sorted(str(getattr(d, "_path", d.locate_file(""))) for d in damaged)
-
-
-def _offers(group: str) -> Iterator[tuple[Distribution, EntryPoints | None]]:
-    """Yield each distribution with its entry points of a group, None where they cannot be read."""
-    for distribution in Distribution.discover():
-        try:
-            points = distribution.entry_points.select(group=group)
-        except Exception:  # a malformed line, or bytes that are not text
-            points = None
-        yield distribution, points
-
-
-def _imported_copy(distribution: Distribution) -> Distribution:
-    """Return the copy of a package that comes first on `sys.path`."""
-    try:
-        found: Distribution = Distribution.from_name(distribution.name)
-        found.entry_points  # noqa: B018 - raises if it cannot be read
-    except Exception:  # no metadata, or a folder of another name, from an interrupted removal
-        return distribution
-    return found
 
 
 def metadata_field(distribution: object, name: str) -> str:
@@ -190,7 +164,7 @@ def metadata_field(distribution: object, name: str) -> str:
         return "unknown"
 
 
-def _info(point: EntryPoint) -> BackendInfo:
+def _info(point: EntryPoint, kind: str) -> BackendInfo:
     name, version = (metadata_field(point.dist, name) for name in ("name", "version"))
     problem = None
     if not point.pattern.match(point.value):
@@ -198,7 +172,7 @@ def _info(point: EntryPoint) -> BackendInfo:
             f"its entry point is {f'{point.name} = {point.value}'!r}, not 'name = module'; the author of "
             f"{name} must repair that"
         )
-    return BackendInfo(point.name, point.value, name, version, problem)
+    return BackendInfo(point.name, point.value, name, version, problem, kind)
 
 
 def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
@@ -225,14 +199,14 @@ def load_backend(name: str) -> Backend:
         ExcludedBackendError: QOMPOSE_PLUGINS excludes it.
         PluginError: its import fails, it lacks a dependency, or it does not keep the contract.
     """
-    installed = _installed()
-    for info in installed:
+    known = installed()
+    for info in known:
         if info.name == name:
             allowed = _allowed()
             if allowed is not None and name not in allowed:
                 raise ExcludedBackendError(name, info.source, RESTRICT_VARIABLE, allowed)
             return _loaded(info)
-    raise BackendNotFoundError(name, [info.name for info in installed])
+    raise BackendNotFoundError(name, [info.name for info in known])
 
 
 _lock = RLock()

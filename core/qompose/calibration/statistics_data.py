@@ -223,7 +223,7 @@ class Statistics:
         Args:
             partial: leave observers as they are that want what is not here.
             complete: raise an error also for ranges of channels and for means that no word asks for, without
-                which a repair is left out that calibration would have made.
+                which an algorithm is left out that calibration would have made.
             another_model: do not mind that the parameters are not those of the calibrated model.
 
         Raises:

@@ -18,6 +18,7 @@ from qompose.backend.discovery import (
     BROKEN,
     BackendInfo,
     Health,
+    algorithms,
     backends,
     check_backend,
     damaged_packages,
@@ -64,7 +65,7 @@ def _add_backends_arguments(parser: ArgumentParser) -> None:
 def _list_backends(options: Namespace, results: Results) -> int:
     """Print the table; return 1 where something is wrong with a backend."""
     rows = []
-    for info in backends():
+    for info in (*backends(), *algorithms()):
         health = check_apart(info, options.timeout).to_dict() if options.check else {}
         rows.append({**info.to_dict(), **health})
     for name in names_nobody_offers():
@@ -84,6 +85,7 @@ def _print_backends(rows: list[dict[str, Any]], results: Results) -> None:
     from qompose.console import Table, as_text
 
     columns = ["name", "distribution", "version", "module"]
+    columns += ["kind"] * any(row["kind"] != "backend" for row in rows)
     columns += [c for c in ("status", "problem") if any(row.get(c) for row in rows)]
     cells = tuple(tuple(printable(row.get(column) or "") for column in columns) for row in rows)
     results.text(as_text([Table(tuple(columns), cells)], results.width).strip("\n"))
@@ -104,7 +106,7 @@ def check_apart(info: BackendInfo, timeout: float) -> Health:
     """Load a backend in a process of its own, which it may end, crash or keep busy; return its health."""
     if info.problem is not None:
         return Health(BROKEN, info.problem)
-    key = (info.name, info.distribution, info.module)
+    key = (info.name, info.distribution, info.module, info.kind)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, os.pathsep.join(sys.path), *key],
@@ -130,18 +132,30 @@ def _how(code: int) -> str:
     return f"by signal {names[-code]}" if -code in names else f"with code {code}"
 
 
-def answer(name: str, distribution: str, module: str) -> None:
-    """Print the health of one backend as JSON, and what the backend itself prints on standard error."""
+def answer(*key: str) -> None:
+    """Print the health of one plugin as JSON, and what the plugin itself prints on standard error.
+
+    Args:
+        key: its name, distribution, module and kind.
+    """
     results = Results(own_standard_output())
-    key = (name, distribution, module)
-    (info,) = (i for i in backends() if (i.name, i.distribution, i.module) == key)
-    results.json(check_backend(info).to_dict())
+    (info,) = (
+        i for i in (*backends(), *algorithms()) if (i.name, i.distribution, i.module, i.kind) == key
+    )
+    if info.kind == "backend":
+        health = check_backend(info)
+    else:
+        from qompose.algorithms.discovery import check_algorithm
+
+        health = check_algorithm(info)
+    results.json(health.to_dict())
 
 
 BACKENDS = Command(
-    summary="list the installed backends",
+    summary="list the installed backends and algorithms",
     description="""\
-List the installed backends from package metadata alone, without importing one.
+List the installed backends, and other packages' algorithms, from package metadata alone, without importing
+one.
 
 With --check, load each in a process of its own and say what is wrong: "broken" means that the package is
 at fault, "unavailable here" that this machine lacks something. Either makes the exit code 1.""",

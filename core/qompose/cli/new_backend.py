@@ -12,8 +12,9 @@ from string import Template
 
 from importlib_metadata import version
 
-from qompose.backend.discovery import API_VERSION, GROUP, entry_points, metadata_field
+from qompose.backend.discovery import API_VERSION, GROUP, metadata_field
 from qompose.cli.command import Command, Results
+from qompose.entry_points import entry_points
 from qompose.errors import ProjectError
 
 

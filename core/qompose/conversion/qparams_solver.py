@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms import ALGORITHMS
+from qompose.algorithms import algorithms_of
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import ChannelFactors
-from qompose.algorithms.interface import choose_factors, choose_qparams
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
@@ -119,6 +118,7 @@ class QParamsSolver:
 
     def __init__(self, model: GraphModule, plan: Plan) -> None:
         self.model, self.plan = model, plan
+        self._algorithms = algorithms_of(plan.claims)
         self.dropped: dict[int, str] = {}
         self._widened: dict[int, float] = {}
         self._nodes = {node.name: node for node in nodes_in(model)}
@@ -158,7 +158,7 @@ class QParamsSolver:
         self._drop_underived()
         self._found = found = self._undecided()
         for number in filter(self.alive, range(len(self.plan.groups))):
-            choose_factors(ALGORITHMS, found, number)
+            self._algorithms.choose_factors(found, number)
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
@@ -179,8 +179,7 @@ class QParamsSolver:
 
     def _solution(self) -> Solution:
         found = self._found
-        for algorithm in ALGORITHMS:
-            algorithm.correct(found)
+        self._algorithms.correct(found)
         parameters = {**found.factors.beside_weights(), **found.parameters}
         return Solution(
             observed=self._observed,
@@ -335,7 +334,7 @@ class QParamsSolver:
         if axis is not None:
             scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
         q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
-        q = choose_qparams(ALGORITHMS, self._found, number, q)
+        q = self._algorithms.choose_qparams(self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
         return q

@@ -183,8 +183,8 @@ _FEWEST_ROWS = 32
 class Balance:
     """Which side of which products a group's tensor is on, and its channel dimension.
 
-    `weights` and `biases` name the parameters, one for each product; "" is no bias. `repair` is the word by
-    which somebody asked for factors that pay in accuracy alone, `alpha` the exponent asked for; None tries
+    `weights` and `biases` name the parameters, one for each product; "" is no bias. `algorithm` is the word
+    by which somebody asked for factors that pay in accuracy alone, `alpha` the exponent asked for; None tries
     several. `absorbers` name parameters of what makes the tensor that divide it in place of an operator.
     `unasked` tells that nobody asked, and that it is done where it helps.
     """
@@ -193,7 +193,7 @@ class Balance:
     dim: int
     weights: tuple[str, ...]
     biases: tuple[str, ...]
-    repair: str = ""
+    algorithm: str = ""
     absorbers: tuple[str, ...] = ()
     alpha: float | None = None
     unasked: bool = False

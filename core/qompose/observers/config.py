@@ -58,15 +58,14 @@ from qompose.observers.min_max import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.spec.algorithm_choice import SMOOTH_QUANT, SmoothQuant
 from qompose.spec.quantization_spec import (
     INTEGERS,
-    SMOOTH_QUANT,
     FixedQParamsQuantizationSpec,
     ObserverFactory,
     QuantizationConfig,
     QuantizationSpec,
     QuantizationSpecBase,
-    SmoothQuant,
     class_of,
 )
 
@@ -229,7 +228,7 @@ def training_config(
 
     Raises:
         ConfigError: there is no such word, or it would have no effect; ranges are asked for that are
-            searched, or repairs, which are for what is not trained.
+            searched, or algorithms, which are for what is not trained.
     """
     if fake_quantize not in FAKE_QUANTIZERS:
         hint = near_names(str(fake_quantize), FAKE_QUANTIZERS)
@@ -241,10 +240,10 @@ def training_config(
         if learned:
             raise ConfigError("fake_quantize='learned' is for training: it needs is_qat=True")
         return config
-    if config.repairs:
+    if config.algorithms:
         raise ConfigError(
-            f"repairs={config.repairs} are for models that are not trained: training finds weights that "
-            "suit their integers"
+            f"algorithms={config.algorithms} are for models that are not trained: training finds weights "
+            "that suit their integers"
         )
     return replace(
         config,
@@ -254,7 +253,7 @@ def training_config(
         bias=_trained(config.bias, learned),
         is_qat=True,
         balance=False,
-        repairs=(),
+        algorithms=(),
         name=f"{config} trained{' with learned scales' if learned else ''}",
     )
 
@@ -439,14 +438,18 @@ def _read_spec(data: Any, path: str) -> Any:
 _SMOOTH_QUANT = record(SmoothQuant, {"alpha": optional(NUMBER)})
 
 
-def _write_repair(repair: Any, path: str) -> Any:
-    """Return a repair as data: its word, or with options an object that has the word as its key."""
-    if not isinstance(repair, SmoothQuant):
-        return TEXT.write(repair, path)
-    return {SMOOTH_QUANT: _SMOOTH_QUANT.write(repair, path)}
+def _write_algorithm(choice: Any, path: str) -> Any:
+    """Return an algorithm as data: its word, or with options an object that has the word as its key."""
+    if isinstance(choice, SmoothQuant):
+        return {SMOOTH_QUANT: _SMOOTH_QUANT.write(choice, path)}
+    if not isinstance(choice, str):
+        raise ConfigError(
+            f"{path} is the object {choice!r}, whose options JSON cannot name: ask for it by its word"
+        )
+    return TEXT.write(choice, path)
 
 
-def _read_repair(data: Any, path: str) -> Any:
+def _read_algorithm(data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         return TEXT.read(data, path)
     check_keys(data, (SMOOTH_QUANT,), path)
@@ -465,7 +468,7 @@ def _write_listed_spec(spec: Any, path: str) -> Any:
     return {**data, "observer": {"elsewhere": f"{inner.__module__}.{name}"}}
 
 
-REPAIR = Codec(_write_repair, _read_repair)
+ALGORITHM = Codec(_write_algorithm, _read_algorithm)
 
 
 def _settings(spec: Codec) -> Codec:
@@ -473,7 +476,7 @@ def _settings(spec: Codec) -> Codec:
         **dict.fromkeys(ROLES, spec),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
-        "repairs": optional(sequence(REPAIR)),
+        "algorithms": optional(sequence(ALGORITHM)),
     }
     return record(QuantizationConfig, fields_of_config)
 

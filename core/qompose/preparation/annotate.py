@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from qompose.algorithms import ALGORITHMS
+from qompose.algorithms import algorithms_of
 from qompose.errors import MemberError, UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
@@ -40,8 +40,8 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
+from qompose.spec.algorithm_choice import not_in_training
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
-from qompose.spec.quantization_spec import not_in_training
 
 TRANSFORM = "transform_for_annotation"
 
@@ -92,12 +92,9 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     if trains:
         composition.notes += not_in_training(composition.chosen)
         return Annotated(working, composition, made.rewrites, members)
-    rewrites = [*made.rewrites]
-    for algorithm in ALGORITHMS:
-        rewritten = algorithm.rewrite(working, composition.chosen)
-        rewrites += rewritten.made
-        composition.notes += rewritten.refused
-    return Annotated(working, composition, tuple(rewrites), members)
+    rewritten = algorithms_of(composition.chosen).rewrite(working, composition.chosen)
+    composition.notes += rewritten.refused
+    return Annotated(working, composition, (*made.rewrites, *rewritten.made), members)
 
 
 def _attempt(

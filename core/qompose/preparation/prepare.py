@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms import ALGORITHMS
-from qompose.algorithms.interface import with_channels
+from qompose.algorithms import algorithms_of
 from qompose.errors import ConfigError, UserError, blaming
 from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
-from qompose.observers.input_sums import watch_means, watch_moments
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
 from qompose.observers.min_max import Observer
 from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
@@ -169,7 +167,8 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
-    groups, refused = with_channels(ALGORITHMS, working, claims, plan_groups(working, claims))
+    planned = plan_groups(working, claims)
+    groups, refused = algorithms_of(claims).with_channels(working, claims, planned)
     operators = survey(exported, working, composition, annotated.rewrites)
     idle = idle_members(annotated.members, composition)
     return Plan(
@@ -232,14 +231,7 @@ def insert_observers(
     for name, wanted in values.items():
         inserter.observe_value(nodes[name], wanted)
     if not simulate:
-        watch_means(
-            means for algorithm in ALGORITHMS for means in algorithm.watch_means(claims, nodes)
-        )
-        watch_moments(
-            moments
-            for algorithm in ALGORITHMS
-            for moments in algorithm.watch_moments(claims, nodes)
-        )
+        algorithms_of(claims).insert_observers(claims, nodes)
 
 
 def _observers(
@@ -333,7 +325,7 @@ def _observer(
         return observer
     inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
     watched = PerChannelRangeObserver(inner, group.balance.dim)
-    watched.asked = bool(group.balance.repair) and not group.balance.unasked
+    watched.asked = bool(group.balance.algorithm) and not group.balance.unasked
     return watched
 
 

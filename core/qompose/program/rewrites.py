@@ -181,7 +181,7 @@ def _factors(node: Node) -> tuple[Any, Any, Any]:
 FOLD_BATCH_NORM = "fold_batch_norm"
 SCALAR_TO_TENSOR = "scalar_to_tensor"
 ADD_BIAS = "add_bias"
-"""A product without a bias gets one of zeros, for repairs to change."""
+"""A product without a bias gets one of zeros, for algorithms to change."""
 FOLD_WEIGHT = "fold_weight"
 PRODUCT_TO_LINEAR = "product_to_linear"
 _REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR)

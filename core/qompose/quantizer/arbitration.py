@@ -19,6 +19,7 @@ from qompose.errors import AnnotationConflictError
 from qompose.program.control_flow import nodes_in
 from qompose.program.meta import mark
 from qompose.program.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
+from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import (
     Claim,
     Composition,
@@ -30,7 +31,7 @@ from qompose.spec.claim import (
     Rejection,
     reasons_of_dependents,
 )
-from qompose.spec.quantization_spec import BIAS_CORRECTION, integer_range_key
+from qompose.spec.quantization_spec import integer_range_key
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 _UNREAD = "it computes nothing, and nothing quantized reads it"
@@ -428,12 +429,12 @@ def covered_rewrites(
 def _claims_using(
     composition: Composition, candidate: Candidate, pieces: Sequence[str]
 ) -> list[Claim]:
-    """Return the claims that hold a piece of a rewrite; of one for a repair, those that ask for that."""
+    """Return the claims that hold a piece of a rewrite; of one for an algorithm, those that ask for that."""
     return [
         claim
         for claim in composition.chosen
         if not {*claim.nodes}.isdisjoint(pieces)
-        and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
+        and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.algorithms)
     ]
 
 

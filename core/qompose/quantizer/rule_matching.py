@@ -261,7 +261,7 @@ class _Fit:
             needs_reader=rule.carries,
             product=self._product(),
             bias=self._added_bias(),
-            repairs=(config.repairs or ()) if rule.weight else (),
+            algorithms=(config.algorithms or ()) if rule.weight else (),
             unasked=config.unasked if rule.weight else (),
         )
 
@@ -278,7 +278,7 @@ class _Fit:
         rule, config, weight = self.rule, self.config, self.weight
         bias = self.match.node(rule.bias or "")
         source = self.match.node(rule.activations[0]) if rule.activations else None
-        wanted = config.balance or config.repairs or config.unasked
+        wanted = config.balance or config.algorithms or config.unasked
         if not wanted or rule.channels is None or weight is None or source is None:
             return None
         if bias is not None and constant_of(bias) is None:

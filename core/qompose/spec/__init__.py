@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vocabulary of PT2E: how one tensor is quantized, and annotations that say so."""
 
+from qompose.spec.algorithm_choice import SmoothQuant
 from qompose.spec.claim import (
     ObserverOrFakeQuantize,
     OperatorConfig,
@@ -23,7 +24,6 @@ from qompose.spec.quantization_spec import (
     QuantizationSpec,
     QuantizationSpecBase,
     SharedQuantizationSpec,
-    SmoothQuant,
 )
 
 __all__ = [

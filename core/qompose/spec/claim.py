@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import module_stack
 from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec.algorithm_choice import AlgorithmChoice
 from qompose.spec.qparams import Bounds
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
@@ -23,7 +24,6 @@ from qompose.spec.quantization_spec import (
     QuantizationConfig,
     QuantizationSpec,
     QuantizationSpecBase,
-    Repair,
     SharedQuantizationSpec,
 )
 
@@ -150,8 +150,8 @@ class Claim:
     least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
     claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
     `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
-    adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight;
-    `unasked` are the words of those that are made where they help, since it says nothing of them.
+    adds a bias as an integer. `algorithms` are those that the configuration asks for, of a rule with a
+    weight; `unasked` are the words of those that are made where they help, since it says nothing of them.
     """
 
     owner: str
@@ -170,7 +170,7 @@ class Claim:
     needs_reader: bool = False
     product: Product | None = None
     bias: AddedBias | None = None
-    repairs: tuple[Repair, ...] = ()
+    algorithms: tuple[AlgorithmChoice, ...] = ()
     unasked: tuple[str, ...] = ()
 
 

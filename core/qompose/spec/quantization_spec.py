@@ -13,8 +13,7 @@ import inspect
 import math
 import sys
 from abc import ABCMeta
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -22,7 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from qompose.errors import ConfigError, near_names
+from qompose.errors import ConfigError
+from qompose.spec.algorithm_choice import (
+    BIAS_CORRECTION,
+    GPTQ,
+    SCALE_SEARCH,
+    SMOOTH_QUANT,
+    AlgorithmChoice,
+    checked_algorithms,
+)
 from qompose.spec.qparams import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
 
 
@@ -126,101 +133,6 @@ def register_virtual_subclasses() -> None:
         if isinstance(other, ABCMeta):
             other.register(cls)
             _unregistered.pop((module, name), None)
-
-
-EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
-SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "scale_search", "gptq", "bias_correction"
-REPAIRS = (EQUALIZATION, SMOOTH_QUANT, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
-
-
-@dataclass(frozen=True)
-class SmoothQuant:
-    """The repair "smooth_quant" with a migration strength of one's own, for `repairs=`.
-
-    `alpha`, from 0 to 1, says how much of the difficulty moves from the input into the weights (Xiao et al.,
-    "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`. Its
-    factor is that size over the median of all sizes, rounded to a power of `2 ** 0.25`, and at least 1.
-    With None, as with the word, several strengths are tried on calibration data.
-
-    Raises:
-        ConfigError: `alpha` is not a number from 0 to 1.
-    """
-
-    alpha: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.alpha is None:
-            return
-        given: object = self.alpha
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if not number or not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha of SmoothQuant must be a number from 0 to 1, got {given!r}")
-        object.__setattr__(self, "alpha", float(self.alpha))
-
-    def __str__(self) -> str:
-        return SMOOTH_QUANT if self.alpha is None else f"{SMOOTH_QUANT} with alpha {self.alpha:g}"
-
-
-Repair: TypeAlias = str | SmoothQuant
-"""What a configuration asks for: one of `REPAIRS`, or one with options of its own."""
-
-
-def word_of(repair: Any) -> Any:
-    """Return the word of a repair that has options; any other is its word."""
-    return SMOOTH_QUANT if isinstance(repair, SmoothQuant) else repair
-
-
-_MODES: Mapping[str, Mapping[str, str]] = {
-    SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
-    BIAS_CORRECTION: dict.fromkeys(
-        ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
-    ),
-}
-"""By repair: the modes in which it has nothing to work on, and why."""
-
-
-def checked_repairs(repairs: object, mode: str, weight: Any) -> tuple[Repair, ...]:
-    """Return repairs that a configuration asks for in the order in which they are made, each once.
-
-    Args:
-        mode: that of the configuration.
-        weight: its specification of weights.
-
-    Raises:
-        ConfigError: they are not a sequence of known words, the configuration leaves them nothing to do, or
-            one is asked for with different options.
-    """
-    if isinstance(repairs, str) or not isinstance(repairs, (tuple, list)):
-        raise ConfigError(f"repairs must be a tuple of {', '.join(REPAIRS)}, got {repairs!r}")
-    found: dict[str, Repair] = {}
-    for repair in repairs:
-        word = word_of(repair)
-        _check(word, mode, weight)
-        plain: Repair = word if repair == SmoothQuant() else repair
-        if found.setdefault(word, plain) != plain:
-            raise ConfigError(f"repairs asks for {found[word]} and for {plain}: leave one out")
-    return tuple(found[word] for word in REPAIRS if word in found)
-
-
-def _check(word: object, mode: str, weight: Any) -> None:
-    if not isinstance(word, str) or word not in REPAIRS:
-        hint = near_names(str(word), REPAIRS)
-        raise ConfigError(f"there is no repair {word!r}{hint}: {', '.join(REPAIRS)}")
-    if weight is None:
-        raise ConfigError(f"{word} changes weights, and this configuration leaves them in float")
-    reason = _MODES.get(word, {}).get(mode)
-    if reason is not None:
-        raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of repairs")
-
-
-def not_in_training(claims: Iterable[Any]) -> list[str]:
-    """Say of which claims' repairs nothing is made in a program that is to be trained."""
-    asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
-    return [
-        f"{owner}: {word} of {number} product{'s' * (number != 1)} was not made: the model is to be trained, "
-        "and training finds weights that suit their integers"
-        for (owner, word), number in asked.items()
-    ]
 
 
 if TYPE_CHECKING:
@@ -470,16 +382,18 @@ class QuantizationConfig:
     `balance` lets channels of very different size get factors of their own at the border to float
     operators (`algorithms.channel_scaling`).
 
-    `repairs` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "gptq" and
-    "bias_correction". `()` makes none. If it is None, static configurations make those that cost nothing at
-    run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on calibration data
-    held back, and bias correction of products that have a bias. Dynamic, weight-only and QAT configurations
-    then make none. The report lists what was balanced and repaired.
+    `algorithms` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "scale_search",
+    "gptq", "bias_correction", words that installed packages offer, and objects of
+    `qompose.algorithms.Algorithm`. `()` makes none. If it is None, static configurations make those that cost
+    nothing at run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on
+    calibration data held back, and bias correction of products that have a bias; and weights below eight bits
+    have their scales searched in every mode. QAT configurations then make none. The report lists what was
+    balanced and what algorithms made.
 
     `name` is what reports say; it takes no part in comparisons.
 
     Raises:
-        ConfigError: `repairs` is not a sequence of known words, or cannot be made with these specifications.
+        ConfigError: `algorithms` are not known words or objects, or cannot be made with these specifications.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -489,17 +403,21 @@ class QuantizationConfig:
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
-    repairs: tuple[Repair, ...] | None = None
+    algorithms: tuple[AlgorithmChoice, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.repairs is not None:
-            asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
-            object.__setattr__(self, "repairs", asked)
+        if self.algorithms is not None:
+            asked = (
+                checked_algorithms(self.algorithms, self.mode, self.weight)
+                if self.algorithms
+                else ()
+            )
+            object.__setattr__(self, "algorithms", asked)
 
     @property
     def unasked(self) -> tuple[str, ...]:
-        """Return the words of the repairs that are made where they help, as the configuration names none."""
-        if self.repairs is not None or self.is_qat or self.weight is None:
+        """Return the words of the algorithms that are made where they help: the configuration names none."""
+        if self.algorithms is not None or self.is_qat or self.weight is None:
             return ()
         low = (SCALE_SEARCH,) if is_below_eight_bits(self.weight) else ()
         static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()

@@ -40,19 +40,19 @@ from qompose.json_codec import (
     read_fields,
     write_fields,
 )
-from qompose.observers.config import REPAIR
+from qompose.observers.config import ALGORITHM
 from qompose.plan.plan import Record
 from qompose.program.call_signature import CheckedCalls, input_checks, read_tree
 from qompose.program.graph import get_attribute, pytree_info
 from qompose.program.meta import CUSTOM_KEY
 from qompose.spec import qdq as _registers  # noqa: F401 - registers the operators
+from qompose.spec.algorithm_choice import AlgorithmChoice, SmoothQuant, word_of
 from qompose.spec.claim import Point
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
     QuantizationSpecBase,
-    Repair,
     SharedQuantizationSpec,
     factory_name,
 )
@@ -435,6 +435,11 @@ def _tagged(kinds: Mapping[str, Codec]) -> Codec:
     return Codec(write, read)
 
 
+def _write_asked(choice: Any, path: str) -> Any:
+    """Return what a claim asked for; an object of another package's by its word."""
+    return ALGORITHM.write(choice if isinstance(choice, SmoothQuant) else word_of(choice), path)
+
+
 _TYPES: dict[Any, Codec] = {
     torch.dtype: DTYPE,
     torch.qscheme: QSCHEME,
@@ -443,7 +448,7 @@ _TYPES: dict[Any, Codec] = {
         lambda name, path: _Spent(TEXT.read(name, path)),
     ),
     int | str: plain("an integer or a string", lambda value: type(value) in (int, str)),
-    Repair: REPAIR,
+    AlgorithmChoice: Codec(_write_asked, ALGORITHM.read),
 }
 _TYPES[tuple[Node, Node] | Node] = of_type(Point, {})  # which stands for both in a plan
 _TYPES[QuantizationSpecBase] = _tagged(

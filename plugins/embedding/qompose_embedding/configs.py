@@ -25,6 +25,7 @@ def get_embedding_quantization_config(
     symmetric: bool = False,
     group_size: int | None = None,
     eps: float = RECIPE_EPS,
+    algorithms: tuple[Any, ...] | None = None,
 ) -> QuantizationConfig:
     """Return a configuration for tables. Indices, and what lookups return, stay as they are.
 
@@ -46,6 +47,8 @@ def get_embedding_quantization_config(
             scale for each row.
         eps: the least scale, in units of the table. What spans less than `eps` times the number of steps is
             coarser than it could be; the report names tables with affine rows of few steps.
+        algorithms: "scale_search" clips the few values of a row that would make its step coarse. None: below
+            8 bits; `()`: never (`qompose.QuantizationConfig`).
 
     Raises:
         ConfigError: bits, group_size or eps is out of range.
@@ -65,7 +68,12 @@ def get_embedding_quantization_config(
         block_size=None if group_size is None else (group_size,),
     )
     return QuantizationConfig(
-        None, None, weight, None, name=_name(bits, symmetric, group_size, eps)
+        None,
+        None,
+        weight,
+        None,
+        name=_name(bits, symmetric, group_size, eps, algorithms),
+        algorithms=algorithms,
     )
 
 
@@ -85,10 +93,12 @@ def _check(bits: object, symmetric: object, group_size: object, eps: object) -> 
         raise ConfigError(f"eps must be a positive number below {MOST_EPS:g}, got {eps!r}")
 
 
-def _name(bits: int, symmetric: bool, group_size: int | None, eps: float) -> str:
+def _name(bits: int, symmetric: bool, group_size: int | None, eps: float, algorithms: Any) -> str:
     words = ["int" if symmetric else "uint", str(bits), " rows"]
     words += [f" in groups of {group_size}"] if group_size is not None else []
     words += [f", eps {eps:g}"] if eps != RECIPE_EPS else []
+    if algorithms is not None:
+        words += [f", algorithms {' and '.join(map(str, algorithms)) or 'none'}"]
     return "".join(words)
 
 

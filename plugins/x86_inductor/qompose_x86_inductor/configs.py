@@ -43,7 +43,7 @@ def get_default_x86_inductor_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str | SmoothQuant, ...] | None = None,
+    algorithms: tuple[str | SmoothQuant, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
@@ -71,7 +71,7 @@ def get_default_x86_inductor_quantization_config(
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
-        repairs: methods that reduce the error of quantization: "equalization", "smooth_quant" or
+        algorithms: methods that reduce the error of quantization: "equalization", "smooth_quant" or
             `SmoothQuant(alpha=...)`, "gptq" and "bias_correction". If None, static configurations use the
             last three where they help and cost nothing at run time (`QuantizationConfig`); `()` uses none.
             Not for training.
@@ -107,7 +107,7 @@ def get_default_x86_inductor_quantization_config(
         ("range", range, range != "auto"),
         ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
-        ("repairs", _listed(repairs), repairs is not None),
+        ("algorithms", _listed(algorithms), algorithms is not None),
     )
     config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
@@ -116,7 +116,7 @@ def get_default_x86_inductor_quantization_config(
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
-        repairs=repairs,
+        algorithms=algorithms,
     )
     return training_config(config, fake_quantize, is_qat=is_qat)
 

@@ -30,7 +30,7 @@ def get_symmetric_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str | SmoothQuant, ...] | None = None,
+    algorithms: tuple[str | SmoothQuant, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration with symmetric weights, named after its choices.
@@ -55,7 +55,7 @@ def get_symmetric_quantization_config(
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
-        repairs: methods that reduce the error of quantization: "equalization", "smooth_quant" or
+        algorithms: methods that reduce the error of quantization: "equalization", "smooth_quant" or
             `SmoothQuant(alpha=...)`, "gptq" and "bias_correction". If None, static configurations use the
             last three where they help and cost nothing at run time (`QuantizationConfig`); `()` uses none.
             Not for training.
@@ -94,7 +94,7 @@ def get_symmetric_quantization_config(
         ("range", range, "auto"),
         ("weight range", weight_range, "minmax"),
         ("balance", balance, True),
-        ("repairs", _listed(repairs), ""),
+        ("algorithms", _listed(algorithms), ""),
     )
     lone_scale = is_dynamic and not per_token
     per_token = per_token and is_dynamic
@@ -104,7 +104,7 @@ def get_symmetric_quantization_config(
     name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
     balance = balance and static
     config = QuantizationConfig(
-        activation, output, weight, balance=balance, name=name, repairs=repairs
+        activation, output, weight, balance=balance, name=name, algorithms=algorithms
     )
     return training_config(config, fake_quantize, is_qat=is_qat)
 

@@ -64,7 +64,7 @@ def test_an_outlier_channel_of_the_input(word: str | None) -> None:
     assert any("input_1 -> linear" in line for line in report.rewrites)
 
 
-@pytest.mark.parametrize("asked", [{"balance": True}, {"repairs": ("smooth_quant",)}], ids=str)
+@pytest.mark.parametrize("asked", [{"balance": True}, {"algorithms": ("smooth_quant",)}], ids=str)
 def test_a_range_that_somebody_chose_stays(asked: dict[str, Any]) -> None:
     x = data(lambda x: x[:, 3].mul_(100))
     model = layer(lambda m: m.weight[:, 3].div_(100))

@@ -32,15 +32,15 @@ from tests.core.toy import (
 )
 
 FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
-PLAIN = QuantizationConfig(INT8, None, FOUR_BITS, name="weights of four bits", repairs=())
+PLAIN = QuantizationConfig(INT8, None, FOUR_BITS, name="weights of four bits", algorithms=())
 PER_TENSOR = QuantizationConfig(
     INT8,
     None,
     replace(WEIGHT_PER_TENSOR, quant_min=-16, quant_max=15),
     name="per tensor",
-    repairs=(),
+    algorithms=(),
 )
-ASKING = replace(PLAIN, repairs=("bias_correction",))
+ASKING = replace(PLAIN, algorithms=("bias_correction",))
 AUTO = replace(ASKING, input_activation=replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver))
 
 
@@ -80,7 +80,7 @@ def quantized(
 def gain(model: nn.Module, config: QuantizationConfig, *batches: Tensor) -> tuple[float, float]:
     """The distance from float without and with correction, on what calibration has not seen."""
     *seen, other = batches
-    asking = replace(config, repairs=("bias_correction",))
+    asking = replace(config, algorithms=("bias_correction",))
     with torch.no_grad():
         found = [
             toys.sqnr(model(other), quantized(model, c, *seen)(other)) for c in (config, asking)
@@ -107,25 +107,25 @@ def padded(part: float, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("part", "made"), [(0.0, True), (0.9, False)], ids=["words", "padding"])
-@pytest.mark.parametrize("repairs", [None, ("bias_correction",)], ids=["by itself", "asked for"])
+@pytest.mark.parametrize("algorithms", [None, ("bias_correction",)], ids=["by itself", "asked for"])
 def test_where_rows_are_kept_they_judge(
-    part: float, made: bool, repairs: tuple[str, ...] | None
+    part: float, made: bool, algorithms: tuple[str, ...] | None
 ) -> None:
     """What padding shifts the means by is nothing that words want taken off."""
     model = toys.seeded(nn.Linear(64, 64)).eval()
     auto = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
     program, found = export(model, padded(part, 0)), {}
-    for config in (PLAIN, replace(PLAIN, repairs=repairs)):
+    for config in (PLAIN, replace(PLAIN, algorithms=algorithms)):
         prepared = prepare(program, toy(*RULES, config=replace(config, input_activation=auto)))
         for seed in range(4):
             prepared(padded(part, seed))
-        found[config.repairs] = qompose.convert_pt2e(prepared)
-    report = qompose.report(found[repairs])
+        found[config.algorithms] = qompose.convert_pt2e(prepared)
+    report = qompose.report(found[algorithms])
     assert any(line.startswith("bias_correction") for line in report.rewrites) == made
-    if repairs:
+    if algorithms:
         assert any(line.startswith("bias_correction") for line in report.notes) != made
     words = padded(0.0, 9)
-    before, after = (toys.sqnr(model(words), found[r](words)) for r in ((), repairs))
+    before, after = (toys.sqnr(model(words), found[r](words)) for r in ((), algorithms))
     assert after > before - 0.05
 
 
@@ -155,9 +155,9 @@ class TestGain:
         x = torch.rand((128, 8) if kind == "linear" else (32, 8, 6, 6))
         x = x + torch.arange(8).view(-1, *[1] * (x.dim() - 2))
         weight = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
-        config, errors = QuantizationConfig(INT8, None, weight, repairs=()), []
+        config, errors = QuantizationConfig(INT8, None, weight, algorithms=()), []
         program = export(nn.Sequential(layer), x)
-        for chosen in (config, replace(config, repairs=("bias_correction",))):
+        for chosen in (config, replace(config, algorithms=("bias_correction",))):
             converted = convert(program, toy(*RULES, config=chosen), x)
             with torch.no_grad():
                 error = (converted(x) - layer(x)).transpose(0, 1).flatten(1).mean(1)
@@ -174,12 +174,12 @@ class TestGain:
             model.weight[:, 3] /= 100
         rule = replace(RULES[0], channels=(-1, -1))
         errors = {}
-        for repairs in (("smooth_quant",), ("smooth_quant", "bias_correction")):
-            quantizer = toy(rule, config=replace(PLAIN, repairs=repairs))
+        for algorithms in (("smooth_quant",), ("smooth_quant", "bias_correction")):
+            quantizer = toy(rule, config=replace(PLAIN, algorithms=algorithms))
             converted = convert(export(model, x), quantizer, x)
             assert any("channels divided" in line for line in qompose.report(converted).rewrites)
             with torch.no_grad():
-                errors[repairs] = (converted(x) - model(x)).mean(0).norm().item()
+                errors[algorithms] = (converted(x) - model(x)).mean(0).norm().item()
         assert errors["smooth_quant", "bias_correction"] < errors["smooth_quant",] / 20
 
 

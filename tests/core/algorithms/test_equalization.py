@@ -22,7 +22,7 @@ from tests.core import toy as toys
 from tests.core.toy import PER_TENSOR, STATIC, Model, convert, export, prepare, randn, seeded, toy
 
 aten = torch.ops.aten
-ASKING = replace(PER_TENSOR, repairs=("equalization",))
+ASKING = replace(PER_TENSOR, algorithms=("equalization",))
 PRODUCTS = (
     toys.LINEAR,
     toys.rule("conv", OperatorPattern((aten.conv2d.default,)), activations=("input",), weight="weight"),
@@ -278,5 +278,5 @@ def test_per_channel_weights_gain_too() -> None:
     """There the tensor between the products has one scale for all channels."""
     model = uneven()
     without, _ = quantized(model, STATIC)
-    gained, _ = quantized(model, replace(STATIC, repairs=("equalization",)))
+    gained, _ = quantized(model, replace(STATIC, algorithms=("equalization",)))
     assert gained > without + 5

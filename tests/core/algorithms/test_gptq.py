@@ -40,9 +40,9 @@ BLOCKS = replace(
     FOUR_BITS, ch_axis=None, block_size=(1, 16),
     observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(block_size=(1, 16)),
 )  # fmt: skip
-PLAIN = QuantizationConfig(AUTO, None, FOUR_BITS, repairs=())
-ASKING = replace(PLAIN, repairs=("gptq",))
-ITSELF = replace(PLAIN, repairs=None)
+PLAIN = QuantizationConfig(AUTO, None, FOUR_BITS, algorithms=())
+ASKING = replace(PLAIN, algorithms=("gptq",))
+ITSELF = replace(PLAIN, algorithms=None)
 MINMAX = replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver)
 INPUTS = {"static": AUTO, "dynamic": toys.DYNAMIC.input_activation, "weight-only": None}
 
@@ -155,7 +155,7 @@ def test_biases_are_corrected_for_the_integers_that_were_chosen() -> None:
     model = toys.seeded(nn.Linear(48, 16)).eval()
     x, means = data(0, 512, 48) + 3, []
     for words in (("gptq",), ("gptq", "bias_correction")):
-        found = run(model, replace(PLAIN, repairs=words), x)
+        found = run(model, replace(PLAIN, algorithms=words), x)
         means.append(float((found(x) - model(x)).detach().mean(0).abs().max()))
     assert means[1] < means[0] / 5
 

@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages ask whatever algorithm is in the table, and follow what it decides."""
+"""Stages ask whatever algorithm a configuration names, and follow what it decides."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import qompose
 import torch
+from qompose.algorithms import Operands, change_products, load_algorithm, set_integers
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors
+from qompose.algorithms.discovery import check_algorithm
 from qompose.algorithms.interface import Algorithm, Rewritten, Watched
+from qompose.backend.discovery import algorithms
+from qompose.cli.inspection import check_apart
+from qompose.cli.main import main
+from qompose.errors import ConfigError, MemberError, PluginError
+from qompose.observers import config_from_json, config_to_json
 from qompose.observers.channel_ranges import INPUT, Balance
 from qompose.plan.plan import Group, Rewrite
 from qompose.spec.claim import Claim
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import LINEAR, Model, export, nodes_calling, prepare, toy
+from tests.core.toy import LINEAR, STATIC, Model, export, nodes_calling, prepare, toy
 
 
 class Fifth(Algorithm):
@@ -54,16 +65,10 @@ class Fifth(Algorithm):
         found.refused.append("fifth left the rest")
 
 
-@pytest.fixture
-def fifth(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stage in ("preparation.annotate", "preparation.prepare", "conversion.qparams_solver"):
-        monkeypatch.setattr(f"qompose.{stage}.ALGORITHMS", (Fifth(),))
-
-
-@pytest.mark.usefixtures("fifth")
 def test_every_step_of_an_algorithm_is_followed() -> None:
     layer, x = nn.Linear(4, 3), torch.linspace(-1, 1, 40).view(10, 4)
-    prepared = prepare(export(Model(lambda m, x: m.layer(x), layer=layer), x), toy(LINEAR))
+    quantizer = toy(LINEAR, config=replace(STATIC, algorithms=(Fifth(),)))
+    prepared = prepare(export(Model(lambda m, x: m.layer(x), layer=layer), x), quantizer)
     prepared(x)
     converted = qompose.convert_pt2e(prepared)
     report = qompose.report(converted)
@@ -77,3 +82,139 @@ def test_every_step_of_an_algorithm_is_followed() -> None:
     assert torch.equal(state["layer.bias"], layer.bias + 1)
     weight = state["layer.weight_q"] * state["layer.weight_scale"].unsqueeze(1)
     torch.testing.assert_close(weight, 2 * layer.weight, atol=0.01, rtol=0.0)
+
+
+@dataclass(frozen=True)
+class Constant(Algorithm):
+    """Gives weights one integer everywhere."""
+
+    word: ClassVar[str] = "constant"
+    value: int = 3
+    dtype: torch.dtype = torch.int8
+
+    def correct(self, found: Calibrated) -> None:
+        def change(product: Operands, claim: Claim) -> str:
+            shape = found.factors.constant(product.weight.name).shape
+            set_integers(found, product, torch.full(shape, self.value, dtype=self.dtype))
+            return f"all {self.value}"
+
+        change_products(found, self, change)
+
+
+def linears() -> tuple[nn.Sequential, torch.Tensor]:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).eval(), torch.linspace(-1, 1, 40).view(
+        10, 4
+    )
+
+
+def converted(*algorithms: Any, **of_modules: Any) -> GraphModule:
+    model, x = linears()
+    quantizer = toy(LINEAR, config=replace(STATIC, algorithms=algorithms))
+    for path, chosen in of_modules.items():
+        quantizer.set_module_name(path[1:], replace(STATIC, algorithms=chosen))
+    prepared = prepare(export(model, x), quantizer)
+    prepared(x)
+    return qompose.convert_pt2e(prepared)
+
+
+def integers(model: GraphModule, path: str) -> list[int]:
+    return model.get_buffer(f"{path}.weight_q").unique().tolist()
+
+
+def test_objects_with_other_options_change_the_products_that_ask_for_them() -> None:
+    found = converted(Constant(), _1=(Constant(5),))
+    assert integers(found, "0") == [3] and integers(found, "1") == [5]
+    lines = [line for line in qompose.report(found).rewrites if line.startswith("constant")]
+    assert len(lines) == 2
+
+
+def test_of_two_that_choose_integers_the_later_one_is_refused() -> None:
+    class Other(Constant):
+        word = "other"
+
+    found = converted(Other(7), Constant())
+    assert integers(found, "0") == [7]
+    assert sum("constant of" in note for note in qompose.report(found).notes) == 2
+
+
+@pytest.mark.parametrize("wrong", [Constant(128), Constant(3, torch.int32)], ids=str)
+def test_an_error_says_whose_algorithm_it_is(wrong: Constant) -> None:
+    with pytest.raises(MemberError, match="constant"):
+        converted(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [Constant, 3, type("Mine", (Constant,), {"word": "gptq"})()], ids=str
+)
+def test_what_is_no_algorithm_of_its_own(wrong: Any) -> None:
+    with pytest.raises(ConfigError):
+        replace(STATIC, algorithms=(wrong,))
+
+
+def test_an_object_has_no_name_in_data_but_its_word_in_saved_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        config_to_json(replace(STATIC, algorithms=(Constant(),)))
+    found = converted(Constant())
+    qompose.save(found, tmp_path / "model.qompose")
+    loaded = qompose.load(tmp_path / "model.qompose")
+    assert qompose.report(loaded).rewrites == qompose.report(found).rewrites
+
+
+PACKAGE = """
+import torch
+from qompose.algorithms import Algorithm, change_products, set_integers, weight_of
+
+class Zeros(Algorithm):
+    word = "zeros"
+
+    def correct(self, found):
+        def change(product, claim):
+            set_integers(found, product, torch.zeros_like(weight_of(found, product), dtype=torch.int8))
+            return "all zero"
+        change_products(found, self, change)
+
+class Needy(Zeros):
+    def __init__(self, bits): ...
+"""
+OFFERED = "zeros = acme_zeros:Zeros\nalias = acme_zeros:Zeros\ngptq = acme_zeros:Zeros\n"
+OFFERED += "needy = acme_zeros:Needy\ntorch = acme_zeros:torch\ngone = acme_gone:X\n"
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that offers algorithms of which one is right."""
+    (tmp_path / "acme_zeros.py").write_text(PACKAGE)
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[qompose.algorithms]\n{OFFERED}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("acme")
+def test_another_package_offers_one_by_its_word() -> None:
+    found = converted("zeros")
+    assert integers(found, "0") == [0] and integers(found, "1") == [0]
+    with pytest.raises(ConfigError, match="'zeros'"):
+        replace(STATIC, algorithms=("zeroes",))
+    assert config_from_json(config_to_json(replace(STATIC, algorithms=("zeros",))))
+    statuses = {info.name: check_algorithm(info).status for info in algorithms()}
+    assert statuses.pop("zeros") == "usable" and {*statuses.values()} == {"broken"}
+    for word in statuses:
+        with pytest.raises(PluginError) as error:
+            load_algorithm(word)
+        assert (error.value.name, error.value.kind) == (word, "algorithm")
+
+
+def test_none_is_offered() -> None:
+    with pytest.raises(ConfigError):
+        load_algorithm("zeros")
+
+
+@pytest.mark.usefixtures("acme")
+def test_they_are_listed_with_the_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--json"]) == 0
+    rows = {row["name"]: row["kind"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["zeros"] == "algorithm"
+    (info,) = (info for info in algorithms() if info.name == "zeros")
+    assert check_apart(info, 100).status == "usable"

@@ -29,9 +29,9 @@ FORMS = {
 
 
 def weight_only(
-    spec: QuantizationSpec, repairs: tuple[str, ...] | None = None
+    spec: QuantizationSpec, algorithms: tuple[str, ...] | None = None
 ) -> QuantizationConfig:
-    return QuantizationConfig(None, None, spec, repairs=repairs)
+    return QuantizationConfig(None, None, spec, algorithms=algorithms)
 
 
 def outliers() -> nn.Linear:

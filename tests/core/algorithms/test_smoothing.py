@@ -38,9 +38,9 @@ from tests.sampling import at_once
 RULE: Rule = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 RELU_RULE: Rule = replace(toys.LINEAR_RELU, bias="bias", channels=(-1, -1))
 SMOOTH = ("smooth_quant",)
-STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor", repairs=())
-ASKING = replace(STATIC, repairs=SMOOTH)
-PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel", repairs=())
+STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor", algorithms=())
+ASKING = replace(STATIC, algorithms=SMOOTH)
+PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel", algorithms=())
 PER_TOKEN = QuantizationConfig(
     QuantizationSpec(
         torch.int8, PlaceholderObserver, -128, 127, torch.per_channel_affine,
@@ -124,7 +124,7 @@ class TestGain:
     def test_a_transformer_block(self, name: str) -> None:
         model, config = block(), CONFIGS[name]
         without, plain = quantized(model, config)
-        gained, converted = quantized(model, replace(config, repairs=SMOOTH))
+        gained, converted = quantized(model, replace(config, algorithms=SMOOTH))
         assert gained > max(without + 10, 35)
         assert lines(plain) == ([], [])
         made, _ = lines(converted)
@@ -135,7 +135,7 @@ class TestGain:
         """The division stands in the graph there, in front of the linears."""
         model, config = block(before=False), CONFIGS[name]
         without, _ = quantized(model, config)
-        gained, converted = quantized(model, replace(config, repairs=SMOOTH))
+        gained, converted = quantized(model, replace(config, algorithms=SMOOTH))
         assert gained > max(without + 10, 35)
         made, _ = lines(converted)
         assert "first.weight" not in made[0]
@@ -145,7 +145,7 @@ class TestGain:
     def test_a_strength_of_ones_own(self, alpha: float) -> None:
         """Factors are those of the formula: the steps of a quarter octave next to sizes over their median."""
         model = block()
-        asked = replace(STATIC, repairs=(SmoothQuant(alpha),))
+        asked = replace(STATIC, algorithms=(SmoothQuant(alpha),))
         converted = convert(program(model), toy(RULE, config=asked), tokens())
         made, _ = lines(converted)
         assert f"alpha {alpha:g} of layer_norm" in made[0]
@@ -207,13 +207,13 @@ class TestReasons:
         assert "layer_norm -> linear_1" in self.notes(block(), quantizer)
 
     def test_two_readers_ask_for_different_strengths(self) -> None:
-        one, other = (replace(STATIC, repairs=(SmoothQuant(alpha),)) for alpha in (0.5, 0.75))
+        one, other = (replace(STATIC, algorithms=(SmoothQuant(alpha),)) for alpha in (0.5, 0.75))
         quantizer = toy(RULE, config=one).set_module_name("k", other)
         notes = self.notes(block(), quantizer)
         assert "alpha 0.5" in notes and "alpha 0.75" in notes
 
     def test_integers_from_the_operator_before(self) -> None:
-        config = QuantizationConfig(INT8, INT8, PER_TENSOR.weight, repairs=SMOOTH)
+        config = QuantizationConfig(INT8, INT8, PER_TENSOR.weight, algorithms=SMOOTH)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)).eval()
         notes = self.notes(model, toy(RELU_RULE, RULE, config=config))
         assert "linear_1 (aten.linear in 2)" in notes and "relu" in notes
@@ -226,7 +226,7 @@ class TestReasons:
             model.b.bias[2] = -math.inf
             x[..., 1] *= 100
             model.a.weight[:, 1] /= 100
-        config = QuantizationConfig(INT8, INT8, WEIGHT, repairs=SMOOTH)
+        config = QuantizationConfig(INT8, INT8, WEIGHT, algorithms=SMOOTH)
         converted = convert(export(model, x), toy(RULE, config=config), x)
         made, (note,) = lines(converted)
         assert not made and "linear_1" in note
@@ -256,7 +256,7 @@ class TestReasons:
     def test_a_tensor_that_may_have_no_factors(
         self, spec: Any, weight: Any, function: Any, why: str
     ) -> None:
-        config = QuantizationConfig(spec, None, weight, repairs=SMOOTH)
+        config = QuantizationConfig(spec, None, weight, algorithms=SMOOTH)
         model = Model(function, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
         cat = replace(toys.CAT, condition=None)
         prepared = prepare(export(model, tokens()), toy(RULE, cat, config=config))
@@ -265,7 +265,7 @@ class TestReasons:
 
 class TestStages:
     def test_dynamic_activations_need_data(self) -> None:
-        prepared = prepare(program(block()), toy(RULE, config=replace(DYNAMIC, repairs=SMOOTH)))
+        prepared = prepare(program(block()), toy(RULE, config=replace(DYNAMIC, algorithms=SMOOTH)))
         with pytest.raises(UncalibratedError, match="in q"):
             qompose.convert_pt2e(prepared)
 
@@ -289,7 +289,7 @@ class TestStages:
 
 
 class TestWithoutAWord:
-    """A static configuration that says nothing of repairs has those made that cost no time."""
+    """A static configuration that says nothing of algorithms has those made that cost no time."""
 
     def test_behind_a_layer_norm(self) -> None:
         parts = {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, 3)}
@@ -299,11 +299,11 @@ class TestWithoutAWord:
             model.linear.weight[:, 1] /= 60.0
         x = randn(64, 5, WIDTH)
         found = {}
-        for config in (STATIC, replace(STATIC, repairs=None)):
+        for config in (STATIC, replace(STATIC, algorithms=None)):
             prepared = prepare(export(model, x), toy(RULE, config=config))
             prepared(x)
             converted = qompose.convert_pt2e(prepared)
-            found[config.repairs] = toys.sqnr(model(x), converted(x)), qompose.report(converted)
+            found[config.algorithms] = toys.sqnr(model(x), converted(x)), qompose.report(converted)
         (before, plain), (after, itself) = found[()], found[None]
         assert after > before + 10
         assert not plain.rewrites
@@ -313,7 +313,7 @@ class TestWithoutAWord:
         parts = {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, 3)}
         parts["other"] = nn.Linear(WIDTH, 3, bias=False)
         model = Model(lambda m, x: m.linear(m.norm(x)) + m.other(x.relu()), **parts)
-        config = replace(STATIC, repairs=None)
+        config = replace(STATIC, algorithms=None)
         x = randn(64, 5, WIDTH)
         prepared = prepare(export(model, x), toy(RULE, config=config))
         prepared(x)
@@ -325,7 +325,7 @@ class TestWithoutAWord:
         program = export(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)), torch.randn(9, 4))
         plain = prepare(program, toy(RULE, config=STATIC))
         plain(torch.randn(9, 4))
-        prepared = prepare(program, toy(RULE, config=replace(STATIC, repairs=None)))
+        prepared = prepare(program, toy(RULE, config=replace(STATIC, algorithms=None)))
         with pytest.raises(StatisticsError, match="ranges of channels"):
             qompose.statistics(plain).apply(prepared, complete=True)
         qompose.statistics(plain).apply(prepared)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs in bodies, with open dimensions, of several quantizers, and where another engine asks."""
+"""Algorithms in bodies, with open dimensions, of several quantizers, and where another engine asks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qompose import QuantizationConfig
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
 from qompose.observers import AutoRangeObserver
-from qompose.spec.quantization_spec import BIAS_CORRECTION, EQUALIZATION, GPTQ, SMOOTH_QUANT
+from qompose.spec.algorithm_choice import BIAS_CORRECTION, EQUALIZATION, GPTQ, SMOOTH_QUANT
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -24,9 +24,9 @@ from tests.core.toy import INT8, PRODUCTS, WEIGHT_PER_TENSOR, Model, convert, ex
 
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
-PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, repairs=())
-REPAIRS = EQUALIZATION, SMOOTH_QUANT, GPTQ, BIAS_CORRECTION
-ALL = replace(PLAIN, repairs=REPAIRS)
+PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, algorithms=())
+ALGORITHM_WORDS = EQUALIZATION, SMOOTH_QUANT, GPTQ, BIAS_CORRECTION
+ALL = replace(PLAIN, algorithms=ALGORITHM_WORDS)
 
 
 def tail() -> nn.Sequential:
@@ -59,7 +59,7 @@ def repaired(config: QuantizationConfig = ALL) -> torch.fx.GraphModule:
 
 def made(model: torch.fx.GraphModule) -> list[str]:
     lines = qompose.report(model).rewrites
-    return [word for word in REPAIRS for line in lines if line.startswith(word)]
+    return [word for word in ALGORITHM_WORDS for line in lines if line.startswith(word)]
 
 
 def test_in_a_body() -> None:
@@ -68,7 +68,7 @@ def test_in_a_body() -> None:
     ).eval()
     exported = export(model, rows())
     plain, mended = (convert(exported, toy(LINEAR, config=c), rows()) for c in (PLAIN, ALL))
-    assert set(made(mended)) == set(REPAIRS)
+    assert set(made(mended)) == set(ALGORITHM_WORDS)
     expected = model(rows())
     assert toys.sqnr(expected, mended(rows())) > toys.sqnr(expected, plain(rows())) + 10
 
@@ -102,9 +102,9 @@ def test_two_quantizers(order: tuple[int, int]) -> None:
     assert torch.equal(mended(rows()), alone(rows()))
 
 
-@pytest.mark.parametrize("word", REPAIRS)
+@pytest.mark.parametrize("word", ALGORITHM_WORDS)
 def test_each_alone(word: str) -> None:
-    assert set(made(repaired(replace(PLAIN, repairs=(word,))))) == {word}
+    assert set(made(repaired(replace(PLAIN, algorithms=(word,))))) == {word}
 
 
 def test_other_engines_are_told() -> None:
@@ -112,7 +112,7 @@ def test_other_engines_are_told() -> None:
         warnings.simplefilter("always")
         toy(LINEAR, config=ALL).annotate(program().module())
     text = "\n".join(str(w.message) for w in caught)
-    assert all(word in text for word in REPAIRS)
+    assert all(word in text for word in ALGORITHM_WORDS)
     assert "balanced" not in text
 
 
@@ -120,7 +120,7 @@ def test_training_does_without_and_says_so() -> None:
     prepared = qompose.prepare_qat_pt2e(program(), toy(LINEAR, config=ALL))
     assert made(prepared) == []
     notes = qompose.report(prepared).notes
-    assert all(any(word in note for note in notes) for word in REPAIRS)
+    assert all(any(word in note for note in notes) for word in ALGORITHM_WORDS)
 
 
 def test_neither_autocast_nor_a_default_type_changes_integers() -> None:
@@ -146,7 +146,7 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
     loaded = qompose.load(tmp_path / "model.qompose")
     assert torch.equal(loaded(rows(seed=3)), converted(rows(seed=3)))
     assert qompose.report(loaded).rewrites == qompose.report(converted).rewrites
-    assert set(made(loaded)) == set(REPAIRS)
+    assert set(made(loaded)) == set(ALGORITHM_WORDS)
 
 
 def test_resumed_and_shared_calibration(tmp_path: Any) -> None:
@@ -173,9 +173,9 @@ def test_capabilities_know_them() -> None:
     quantizer = toy(LINEAR, config=replace(ALL, name="mended"))
     listed = quantizer.quantization_capabilities()
     (row,) = (row for row in listed.to_dict() if row["config"] == "mended")
-    assert row["settings"]["repairs"] == list(REPAIRS)
+    assert row["settings"]["algorithms"] == list(ALGORITHM_WORDS)
     assert listed.supports("linear", ALL)
-    assert listed.supports("linear", replace(ALL, repairs=()))
+    assert listed.supports("linear", replace(ALL, algorithms=()))
 
 
 @pytest.mark.parametrize("fold_quantize", [True, False])

@@ -106,7 +106,7 @@ def kinds(config: qompose.QuantizationConfig) -> list[Any]:
 def test_the_integers_are_the_same(config: qompose.QuantizationConfig, word: str) -> None:
     trained = training_config(config, word)
     assert trained.is_qat and trained.mode == config.mode
-    assert not trained.balance and trained.repairs == ()
+    assert not trained.balance and trained.algorithms == ()
     for role in ("input_activation", "output_activation", "weight"):
         one, other = getattr(config, role), getattr(trained, role)
         assert (one is None) == (other is None)

@@ -162,7 +162,7 @@ def test_a_wrong_backend_fails_the_check_that_names_the_fault(wrong: Wrong) -> N
 
 
 UNCLAIMED = ("a guard that raises", "a guard that refuses its own example")
-CORRECTED = {"static": replace(STATIC, repairs=("bias_correction",))}
+CORRECTED = {"static": replace(STATIC, algorithms=("bias_correction",))}
 BLOCKED = [
     (
         linear(guard=lambda match: "not today"),
@@ -187,7 +187,7 @@ BLOCKED = [
     (linear("two steps"), "test_matches_reference", ("matches_reference_for_integers",)),
     (linear("no zero point"), "no row", ("composes",)),
     (sound(LINEAR, configs=FEW), "no row", ("composes",)),
-    (sound(LINEAR, configs=CORRECTED), "repairs", ("trains",)),
+    (sound(LINEAR, configs=CORRECTED), "algorithms", ("trains",)),
 ]
 
 

@@ -203,7 +203,7 @@ def _check_operators(claims: Sequence[Claim]) -> None:
 
 def _undone(claims: Sequence[Claim]) -> Iterator[str]:
     """Say which parts of claims no host follows."""
-    yield from _unrepaired(claims)
+    yield from _algorithms_left_out(claims)
     balanced = Counter(c.owner for c in claims if c.product is not None and c.product.balanced)
     for owner, number in balanced.items():
         yield (
@@ -219,12 +219,12 @@ def _undone(claims: Sequence[Claim]) -> Iterator[str]:
             )
 
 
-def _unrepaired(claims: Sequence[Claim]) -> Iterator[str]:
-    asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
+def _algorithms_left_out(claims: Sequence[Claim]) -> Iterator[str]:
+    asked = Counter((claim.owner, word) for claim in claims for word in claim.algorithms)
     for (owner, word), number in asked.items():
         yield (
             f"{owner}: {word} of {number} product{'s' * (number != 1)} is not made; a configuration without "
-            "repairs does not ask for it"
+            "algorithms does not ask for it"
         )
 
 

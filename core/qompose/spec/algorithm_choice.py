@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which algorithms a configuration asks for, by word or as objects (`qompose.algorithms`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from qompose.entry_points import ALGORITHM_GROUP, entry_points
+from qompose.errors import ConfigError, near_names
+
+EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
+SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "scale_search", "gptq", "bias_correction"
+ALGORITHM_WORDS = (EQUALIZATION, SMOOTH_QUANT, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    """The algorithm "smooth_quant" with a migration strength of one's own, for `algorithms=`.
+
+    `alpha`, from 0 to 1, says how much of the difficulty moves from the input into the weights (Xiao et al.,
+    "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`. Its
+    factor is that size over the median of all sizes, rounded to a power of `2 ** 0.25`, and at least 1.
+    With None, as with the word, several strengths are tried on calibration data.
+
+    Raises:
+        ConfigError: `alpha` is not a number from 0 to 1.
+    """
+
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is None:
+            return
+        given: object = self.alpha
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not number or not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha of SmoothQuant must be a number from 0 to 1, got {given!r}")
+        object.__setattr__(self, "alpha", float(self.alpha))
+
+    def __str__(self) -> str:
+        return SMOOTH_QUANT if self.alpha is None else f"{SMOOTH_QUANT} with alpha {self.alpha:g}"
+
+    @property
+    def word(self) -> str:
+        """Return the word that stands for it without options."""
+        return SMOOTH_QUANT
+
+
+class HasWord(Protocol):
+    """An algorithm as an object: a `SmoothQuant`, or a `qompose.algorithms.Algorithm`."""
+
+    @property
+    def word(self) -> str:
+        """Return the word by which it is asked for."""
+
+
+AlgorithmChoice: TypeAlias = str | HasWord
+"""What a configuration asks for: a word of `ALGORITHM_WORDS` or of an installed package, or an object."""
+
+
+def word_of(choice: Any) -> Any:
+    """Return the word of an algorithm that is asked for by an object; any other is its word."""
+    return choice if isinstance(choice, str) else getattr(choice, "word", choice)
+
+
+_MODES: Mapping[str, Mapping[str, str]] = {
+    SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
+    BIAS_CORRECTION: dict.fromkeys(
+        ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
+    ),
+}
+"""By word: the modes in which it has nothing to work on, and why."""
+
+
+def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[AlgorithmChoice, ...]:
+    """Return algorithms that a configuration asks for in the order in which they are asked, each once.
+
+    Args:
+        mode: that of the configuration.
+        weight: its specification of weights.
+
+    Raises:
+        ConfigError: they are not a sequence of known words and of algorithms, the configuration leaves them
+            nothing to do, or one is asked for with different options.
+    """
+    if isinstance(algorithms, str) or not isinstance(algorithms, (tuple, list)):
+        raise ConfigError(
+            f"algorithms must be a tuple of {', '.join(ALGORITHM_WORDS)}, got {algorithms!r}"
+        )
+    found: dict[str, AlgorithmChoice] = {}
+    for choice in algorithms:
+        word = word_of(choice)
+        _check(choice, word, mode, weight)
+        plain: AlgorithmChoice = word if choice == SmoothQuant() else choice
+        if found.setdefault(word, plain) != plain:
+            raise ConfigError(f"algorithms asks for {found[word]} and for {plain}: leave one out")
+    known = [found.pop(word) for word in ALGORITHM_WORDS if word in found]
+    return (*known, *found.values())
+
+
+def _check(choice: object, word: object, mode: str, weight: Any) -> None:
+    if isinstance(choice, type) or not isinstance(word, str):
+        raise ConfigError(f"algorithms must be words or objects with a word, got {choice!r}")
+    if word in ALGORITHM_WORDS and not isinstance(choice, (str, SmoothQuant)):
+        raise ConfigError(
+            f"{word} is the word of an algorithm of qompose's: {choice!r} needs another"
+        )
+    if isinstance(choice, str) and word not in ALGORITHM_WORDS:
+        installed = sorted(point.name for point in entry_points(ALGORITHM_GROUP))
+        if word not in installed:
+            known = (*ALGORITHM_WORDS, *installed)
+            hint = near_names(word, known)
+            raise ConfigError(f"there is no algorithm {word!r}{hint}: {', '.join(known)}")
+    if weight is None:
+        raise ConfigError(f"{word} changes weights, and this configuration leaves them in float")
+    reason = _MODES.get(word, {}).get(mode)
+    if reason is not None:
+        raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of algorithms")
+
+
+def not_in_training(claims: Iterable[Any]) -> list[str]:
+    """Say of which claims' algorithms nothing is made in a program that is to be trained."""
+    asked = Counter(
+        (claim.owner, word) for claim in claims for word in map(word_of, claim.algorithms)
+    )
+    return [
+        f"{owner}: {word} of {number} product{'s' * (number != 1)} was not made: the model is to be trained, "
+        "and training finds weights that suit their integers"
+        for (owner, word), number in asked.items()
+    ]
