@@ -168,7 +168,7 @@ def _options() -> argparse.Namespace:
             help=f"of {', '.join(known)} (all)")  # fmt: skip
     add("--batches", nargs="+", type=int, default=[1, 8, 64], help="of calibration (%(default)s)")
     add("--words", nargs="*", default=[], metavar="WORDS",
-        help="ours with each, too: range=minmax, range=mse,algorithms=smooth_quant+bias_correction")  # fmt: skip
+        help="ours with each, too: range=minmax, range=mse,algorithms=smooth_quant+gptq")  # fmt: skip
     add(
         "--lowered",
         action="store_true",

@@ -157,6 +157,34 @@ def _openvino(subject: Subject, batches: Batches, stage: Stages, lowered: bool) 
     return Made(lambda *inputs: _first(request.infer([x.numpy() for x in inputs]).values()))
 
 
+def _nncf_weights(group_size: int, **words: bool) -> Engine:
+    """NNCF's compression of weights to four bits, run by OpenVINO in float32; tables stay in float."""
+
+    def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+        import nncf
+        import openvino
+
+        shapes = [list(tensor.shape) for tensor in batches[0]]
+        model = openvino.convert_model(subject.module, example_input=batches[0], input=shapes)
+        arrays = [tuple(tensor.numpy() for tensor in inputs) for inputs in batches]
+        data = nncf.Dataset([b[0] if len(b) == 1 else b for b in arrays])
+        with stage("calibrate"):
+            compressed = nncf.compress_weights(
+                model,
+                mode=nncf.CompressWeightsMode.INT4_SYM,
+                ratio=1.0,
+                group_size=group_size,
+                all_layers=True,
+                ignored_scope=nncf.IgnoredScope(types=["Gather"]),
+                **({"dataset": data, "subset_size": len(batches), **words} if words else {}),
+            )
+        hints = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        request = openvino.Core().compile_model(compressed, "CPU", hints).create_infer_request()
+        return Made(lambda *inputs: _first(request.infer([x.numpy() for x in inputs]).values()))
+
+    return Engine(make, judged=(SIMULATED,))
+
+
 def _onnxruntime(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
     with stage("calibrate"):
         session, names = onnx_session(Workload(subject.module, batches, batches[0]), lowered)
@@ -174,6 +202,14 @@ _OURS = {
     "embedding + xnnpack": (EMBEDDING, XNNPACK),
 }
 
+_GROUPS = {"int4 g32": 32, "int4 g128": 128, "int4": -1}
+_WEIGHTS: dict[str, dict[str, Any]] = {
+    "int4 g32": {"group_size": 32},
+    "int4 g128": {"group_size": 128},
+    "int4": {"weight_qmin": -8, "weight_qmax": 7},
+}
+"""Weights alone in four bits, in groups and per channel."""
+
 ENGINES: dict[str, Engine] = {
     FLOAT: Engine(_float),
     **{name: _ours(members, {}) for name, members in _OURS.items()},
@@ -184,6 +220,14 @@ ENGINES: dict[str, Engine] = {
     "nncf": Engine(_nncf, judged=(SIMULATED,)),
     "openvino": Engine(_openvino, judged=(LOWERED,)),
     "onnxruntime": Engine(_onnxruntime),
+    **{
+        f"weights {name}": _ours((X86,), {"weight_only": True, **w}) for name, w in _WEIGHTS.items()
+    },
+    **{
+        f"nncf {name} {' '.join(words)}".strip(): _nncf_weights(size, **dict.fromkeys(words, True))
+        for name, size in _GROUPS.items()
+        for words in ((), ("scale_estimation",), ("awq", "scale_estimation"), ("gptq",))
+    },
 }
 
 
@@ -196,6 +240,9 @@ def chosen(names: Sequence[str], words: Sequence[str], judged: str) -> dict[str,
         found[name] = ENGINES[name]
         if name in _OURS:
             found |= {f"{name} {word}": _ours(_OURS[name], _parsed(word)) for word in words}
+        elif name.startswith("weights "):
+            fixed = {"weight_only": True, **_WEIGHTS[name.removeprefix("weights ")]}
+            found |= {f"{name} {word}": _ours((X86,), {**fixed, **_parsed(word)}) for word in words}
     return found
 
 
