@@ -16,6 +16,8 @@ import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
 from qompose.testing.checks_behavior import imports_cleanly
+from qompose.testing.checks_kernel import accepts
+from qompose.testing.checks_rule import converts
 from qompose.testing.contract import BackendContract, parameters
 from qompose.testing.fixtures import (
     Blocked,
@@ -118,6 +120,21 @@ def test_a_process_that_ends_early_blocks_the_check(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(Blocked, match="test_loads"):
         imports_cleanly(Suite("sound"))
+
+
+def test_what_becomes_of_a_conversion() -> None:
+    """One that fails at an edge blocks the check of kernels there; one of another type is named."""
+    suite = Suite(SoundBackend([LINEAR], configs={"static": STATIC}))
+    (case, *_), limit = suite.rows(), next(iter(limits(LINEAR, STATIC)))
+    edge, trial = suite.trial(case, name=str(limit), config=limit.config), suite.trial(case)
+    with pytest.raises(ZeroDivisionError):
+        edge.keep("converted", crash)
+    with pytest.raises(Blocked, match="test_converts"):
+        accepts(suite, case, limit, "torch")
+    other = Suite(SoundBackend([LINEAR], configs={"static": STATIC})).trial(case)
+    other.keep("converted", lambda: lambda *x: [y.double() for y in trial.model(*x)])
+    with pytest.raises(ContractError, match="float64"):
+        converts(suite, other)
 
 
 def test_each_check_is_judged_once_on_each_trial_and_target() -> None:
