@@ -82,9 +82,7 @@ OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
     ("vision_transformer", name): (1, 0, COMPUTED)
     for name in QUANTIZERS
     if "xnnpack" in name and "x86" not in name
-} | {
-    ("vision_transformer", "x86+xnnpack"): (1, 1, COMPUTED),
-}
+} | {("vision_transformer", "x86+xnnpack"): (1, 1, COMPUTED)}
 """How many quantize and dequantize operators we have more than torchao, and why."""
 
 

@@ -307,12 +307,9 @@ def test_limits_that_are_none(limit: Any) -> None:
         tuned(data=iter([X]), limit=limit)
 
 
-def test_data_that_is_a_single_batch() -> None:
+def test_single_batches_and_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="tune"):
         tuned(data=X)
-
-
-def test_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="ranking"):
         tuned(ranking=["layers.1"])
     image = randn(1, 3, 4, 4)

@@ -196,11 +196,7 @@ BLOCKED = [
         ),
     ),
     (linear(kernels=emitting(crash)), "no row", ("works_cleanly",)),
-    (
-        static(replace(conv(), kernels=emitting(crash))),
-        "test_lowers",
-        ("takes_other_literals",),
-    ),
+    (static(replace(conv(), kernels=emitting(crash))), "test_lowers", ("takes_other_literals",)),
     (linear("two steps"), "test_matches_reference", ("matches_reference_for_integers",)),
     (linear("no zero point"), "no row", ("composes",)),
     (sound(LINEAR, configs=FEW), "no row", ("composes",)),
