@@ -184,30 +184,6 @@ class TestMixed:
         assert sqnr(quantized(x), program.run(x)) > 100
 
 
-def test_what_was_changed_after_the_conversion_has_no_kernel() -> None:
-    """A pooling, a clamp and a copy, of which each now ends with another scale than it begins."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return m.two(nn.functional.max_pool2d(m.one(x), 2).relu().clone())
-
-    model, x = (
-        Model(forward, one=nn.Conv2d(3, 4, 3), two=nn.Conv2d(4, 4, 2)),
-        torch.randn(2, 3, 8, 8),
-    )
-    quantized = converted(model, x, quantizer=XNNPACKQuantizer().set_global(CONFIG()))
-    for node in quantized.graph.nodes:
-        if node.target in (torch.ops.aten.max_pool2d.default, torch.ops.aten.clone.default):
-            (end,) = node.users
-            for part in (end, *end.users):
-                part.update_arg(1, 2 * part.args[1])
-    quantized.recompile()
-    with pytest.warns(qompose.QomposeWarning):
-        lowered = qompose.lower(quantized)
-    states = ["int8 kernel", *["simulated (Q/DQ)"] * 3, "int8 kernel"]
-    assert [row.state for row in qompose.report(lowered).rows] == states
-    assert torch.equal(lowered(x), quantized(x))
-
-
 @pytest.mark.parametrize(("sides", "rule"), [((2, 0), "pad_conv1d"), ((2, -1), "conv1d")])
 def test_zeros_on_one_side_are_part_of_a_convolution(sides: tuple[int, int], rule: str) -> None:
     model = Model(lambda m, x: m.conv(nn.functional.pad(x, sides)), conv=nn.Conv1d(3, 4, 3))

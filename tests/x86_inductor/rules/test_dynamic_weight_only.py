@@ -156,24 +156,6 @@ def test_weights_may_be_float16() -> None:
     assert sqnr(model(x), lowered(x)) > 60
 
 
-def test_what_was_changed_after_the_conversion_has_no_kernel() -> None:
-    """A weight that is float32 again, and rows of integers in narrower bounds."""
-    model, x = nn.Sequential(nn.Linear(24, 16)).eval(), torch.randn(5, 24)
-    wide, _ = quantized(model, get_x86_inductor_linear_dynamic_fp16_config(), x)
-    (stored,) = wide.graph.find_nodes(op="get_attr", target="0.weight_half")
-    stored.meta["val"] = stored.meta["val"].float()
-    wide.get_submodule("0").weight_half = wide.get_submodule("0").weight_half.float()
-    narrow, _ = quantized(model, CONFIG(is_dynamic=True, per_token=True), x)
-    for node in narrow.graph.nodes:
-        node.args = tuple(-127 if argument == -128 else argument for argument in node.args)
-    narrow.recompile()
-    for changed in (wide, narrow):
-        with pytest.warns(qompose.QomposeWarning):
-            lowered = qompose.lower(changed)
-        assert [row.state for row in qompose.report(lowered).rows] == ["simulated (Q/DQ)"]
-        assert torch.equal(lowered(x), changed(x))
-
-
 def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)).eval()
     x = torch.randn(1, 2, 4, 4)
