@@ -68,11 +68,9 @@ def rows(count: int, seed: int = 1) -> Tensor:
 
 ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
     "one row": (perceptron(), rows(1), {}, True),
-    "most rows": (perceptron(), rows(gemm_template.MOST_ROWS), {}, True),
     "more rows": (perceptron(), rows(gemm_template.MOST_ROWS + 1), {}, False),
     "rows of rank 3": (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
     "more of rank 3": (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
-    "gelu": (perceptron(nn.GELU), rows(64), {}, True),
     "more of gelu": (one_gelu(), rows(65), {}, False),
     "one of two": (perceptron(nn.GELU), rows(65), {}, True),
     "any rows": (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
