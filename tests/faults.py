@@ -33,53 +33,9 @@ from typing import Any
 SOURCES = ("core/qompose", "plugins/*/qompose_*")
 
 # Faults that change nothing a test could see: their key, printed with each survivor, and the reason.
-EQUIVALENT: dict[str, str] = {
-    "e9cd3043ae": "the indices of bags have one dimension",
-    "eb4a63c317": "only a message counts what is off by exactly 1.001 steps",
-    "383bd241f9": "what is clipped and what is rounded add up to the error, of which either is half then",
-    "5f60d15628": "no value is off by exactly the bound",
-    "fc9a77a863": "no row spans exactly the bound",
-    "f76ba26aa8": "of as many values as are taken at most, all are taken, in their order",
-    "528a3ab54b": "of as many rows as are looked at most, all are taken, in their order",
-    "a432121cb5": "rows are put in order sooner or later",
-    "a3cb308088": "what is made wider by nothing stays what it is",
-    "b44f8963a8": "what is in order is put in order again",
-    "46af5752b7": "the square of a difference is that of its negative",
-    "9e14a27a7e": "all scales are one, and oneDNN reads no more of them than there are channels",
-    "3bb49be1d7": "all scales are one, and oneDNN reads no more of them than there are channels",
-    "cf8fd910f5": "a group is converted by its observer or by qompose, never by both",
-    "9cffd151bc": "equality has no order",
-    "b927116182": "equality has no order",
-    "c144941002": "only what is of another version gets there",
-    "734ca3edb0": "only what is of another version gets there",
-    "03450b9521": "equal points are alike in any order",
-    "4e0dd5be72": "neighbours that want one shift get it apart and together",
-    "3e11ad49af": "no error becomes smaller exactly as many times as is needed",
-    "270dcb76c7": "no kernel is off by exactly the bound",
-    "bdbea7c59e": "no error is exactly the part of another that it may be at most",
-    "54d41e26d5": "only a message has two words more",
-    "6ab88b291e": "only a message has half a sentence more",
-    "c96bf10308": "no magnitude is exactly a thousand times the median",
-    "f4c24c9af4": "no gain is exactly one, unless nothing is moved",
-    "5085893567": "no gain is exactly the bound",
-    "403a33979b": "no factor moves by exactly the bound",
-    "1163b9ea88": "no factor is off by exactly the bound",
-    "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
-    "af31b26b8b": "no batch ends exactly so many seconds after the last one that was written",
-    "c2d072a056": "no range has just one integer more than a float type holds in a row",
-    "7c39836910": "in units of a step, a sum is rounded as its offset is, but for halves",
-    "9401152ac9": "no bias is exactly 2**62 units",
-    "0ae3d06664": "no bias needs exactly the scale that its weight has",
-    "9392aa6750": "only a message has four words more",
-    "bc51f7ffc6": "no error is exactly the part of another that it may be at most",
-    "e181d4aacd": "more sites than there are is all of them, which was not enough already",
-    "c3a242bdd0": "no value is off by exactly 1.001 steps",
-    "f0286979a0": "no ratio is exactly the bound",
-    "f889f9f463": "no ratio is exactly the bound",
-    "d585b452e3": "no ratio is exactly the bound",
-    "5b4cc6d1dc": "no ratio is exactly the bound",
-    "ccfef0f9b3": "a factor of exactly the bound can be divided by, and be replaced by 1",
-}
+# Where this file is a plugin of pytest, it stands in a copy of the checkout and needs none.
+_FILE = Path(__file__).with_name("equivalent_faults.json")
+EQUIVALENT: dict[str, str] = json.loads(_FILE.read_text()) if _FILE.is_file() else {}
 
 # What stands in place of a decorator of functools, and answers every call with the first result.
 FIRST = "(lambda f, kept=[]: lambda *a, **k: (kept or kept.append(f(*a, **k)) or kept)[0])"

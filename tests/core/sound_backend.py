@@ -40,25 +40,10 @@ ACCEPTS = {
 }
 
 FAULTS = (
-    "",
-    "two steps",
-    "no zero point",
-    "saturates",
-    "writes",
-    "writes weight",
-    "float64",
-    "counts",
-    "no relu",
-    "one in a batch",
-    "rank",
-    "strides",
-    "few bits",
-    "truncates",
-    "rounds down",
-    "one step up",
-    "fake dtype",
-    "fake strides",
-)
+    "", "two steps", "no zero point", "saturates", "writes", "writes weight", "float64", "counts",
+    "no relu", "one in a batch", "rank", "strides", "few bits", "truncates", "rounds down",
+    "one step up", "fake dtype", "fake strides",
+)  # fmt: skip
 """What the kernel does wrong, by its number."""
 
 _calls = iter(range(10**9))

@@ -21,6 +21,7 @@ from qompose.backend import (
     Rule,
     Target,
 )
+from qompose.observers import FakeQuantize
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -68,6 +69,18 @@ def refuse(region: Region) -> Node:
 
 def crash(*args: Any) -> Any:
     raise ZeroDivisionError("division by zero")
+
+
+def of_this_export(region: Region) -> Node:
+    """Go by what no file keeps."""
+    return Linear(relu=False)(region) if region.output_node.stack_trace else refuse(region)
+
+
+def speechless(region: Region) -> Node:
+    """Give no reason, where another quantizer has the name."""
+    if "#" in region.claim.owner:
+        raise NotLowerable("")
+    return Linear(relu=False)(region)
 
 
 def in_float(region: Region) -> Node:
@@ -167,7 +180,16 @@ def unshared(point: Any) -> Any:
     return replace(point, spec=OWN, references=()) if point.shared else point
 
 
+class Idle(FakeQuantize):
+    """Rounds nothing in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.observe(x.detach())
+        return x
+
+
 ONE = {"static": STATIC}
+IDLE = replace(INT8, observer_or_fake_quant_ctr=Idle, quant_min=-16, quant_max=15)
 ANY_INT = frozenset({torch.int8, torch.uint8, torch.int16})
 WIDE = {**ACCEPTS, "output": replace(ACCEPTS["output"], dtypes=ANY_INT)}
 NO_WEIGHT = {role: ACCEPTS[role] for role in ("activation", "output")}
@@ -369,6 +391,9 @@ WRONG = {
     ),
     "a warning": fails("lowers", linear(kernels=emitting(warning)), "this one is slow"),
     "no training": fails("trains", quantizer(Calibrated), "to claim its example"),
+    "another model than was trained": fails(
+        "trains", sound(LINEAR, configs={"static": replace(STATIC, input_activation=IDLE)}), "40 dB"
+    ),
     "gradients that are no numbers": fails("trains", static(moving("flip", ROOT)), "finite"),
     "an example of too many shapes": fails("annotates", static(TWO_SHAPES), "2 shapes"),
     "an availability that is no text": fails(
@@ -385,6 +410,12 @@ WRONG = {
         "works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"
     ),
     "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
+    "a refusal without reason beside another": fails(
+        "composes", linear(kernels=emitting(speechless)), "an owner, or a reason"
+    ),
+    "no kernel for what was loaded": fails(
+        "saves", linear(kernels=emitting(of_this_export)), "simulated"
+    ),
     "coarse beside another": fails("composes", quantizer(Coarse, LINEAR_RELU, LINEAR), "min_sqnr"),
     "deaf to selectors": fails("most_specific_wins", quantizer(Stubborn), "set_module_name(None)"),
 }

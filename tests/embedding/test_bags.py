@@ -115,6 +115,9 @@ def test_fewer_weights_than_indices_are_refused(form: str) -> None:
     lowered = qompose.lower(converted(model, ragged(), FORMS[form][0], dynamic_shapes=sizes))
     with pytest.raises(qompose.errors.InputError, match=r"indices\.shape"):
         lowered(indices, offsets, weights[:1])
+    bag, rows = torch.ops.qompose_embedding.packed_bag.default, torch.zeros(ROWS, 12).byte()
+    with pytest.raises(RuntimeError, match="per_sample_weights"):
+        bag(rows, 8, 4, indices, offsets, 0, weights[:1], False, -1)
 
 
 def branches(m: Any, ids: Tensor, which: Tensor) -> Any:

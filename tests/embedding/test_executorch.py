@@ -120,8 +120,17 @@ def test_an_index_out_of_range_is_an_error_of_the_program(config: QuantizationCo
     torch.testing.assert_close(run(program, ids[:2]), quantized(ids[:2]), rtol=1e-5, atol=1e-5)
 
 
-def test_bags_of_several_lengths_are_refused_with_the_reason() -> None:
-    model = nn.EmbeddingBag(ROWS, 8, mode="sum")
-    inputs = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
-    with pytest.raises(qompose.errors.TargetError, match="rule embedding_bag"):
-        qompose.lower(converted(model, inputs, FORMS[0]), "executorch")
+@pytest.mark.parametrize(
+    ("model", "inputs", "config", "rule"),
+    [
+        (nn.EmbeddingBag(ROWS, 8, mode="sum"), (torch.tensor([1, 2, 3]), torch.tensor([0, 2])),
+         FORMS[0], "embedding_bag"),
+        (nn.Embedding(ROWS, 9), (IDS,), get_embedding_quantization_config(4, group_size=3), "embedding"),
+    ],
+    ids=["bags of several lengths", "groups that do not fill whole bytes"],
+)  # fmt: skip
+def test_what_the_runtime_does_not_have_is_refused_with_the_reason(
+    model: nn.Module, inputs: Any, config: QuantizationConfig, rule: str
+) -> None:
+    with pytest.raises(qompose.errors.TargetError, match=rf"rule {rule}\)"):
+        qompose.lower(converted(model, inputs, config), "executorch")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests import products
+from tests.core.observers.test_observing import TOKENS
 from tests.core.toy import INT8, WEIGHT, Annotator, Model, annotate, export, randn, seeded, sqnr
 from tests.ecosystem.makers import embedding as torchao_embedding
 from tests.interop.peers import (
@@ -81,9 +82,7 @@ OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
     ("vision_transformer", name): (1, 0, COMPUTED)
     for name in QUANTIZERS
     if "xnnpack" in name and "x86" not in name
-} | {
-    ("vision_transformer", "x86+xnnpack"): (1, 1, COMPUTED),
-}
+} | {("vision_transformer", "x86+xnnpack"): (1, 1, COMPUTED)}
 """How many quantize and dequantize operators we have more than torchao, and why."""
 
 
@@ -211,6 +210,18 @@ class TestConfigurations:
         with pytest.warns(qompose.QomposeWarning, match=f"weight -> linear .*{named}"):
             converted = torchao_engine.convert_pt2e(prepared)
         assert torch.equal(converted(randn(4, 6)), expected)
+
+    def test_tokens_at_run_time_are_refused(self) -> None:
+        """Torchao looks for operators that choose their parameters, and finds none."""
+
+        def linears(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[0]: TOKENS})
+
+        program = export(seeded(nn.Linear(6, 3)), randn(4, 6)).module()
+        prepared = torchao_engine.prepare_pt2e(program, Annotator(linears))
+        with pytest.raises(qompose.errors.ConfigError, match="block_size"):
+            torchao_engine.convert_pt2e(prepared)
 
     def test_a_mask_stays_in_float(self) -> None:
         """Quantized it would become a finite number, and attention would reach what it hides."""

@@ -182,3 +182,12 @@ class TestMixed:
             program = qompose.lower(quantized, target="executorch")
         assert [row.state for row in qompose.report(program).rows] == states
         assert sqnr(quantized(x), program.run(x)) > 100
+
+
+@pytest.mark.parametrize(("sides", "rule"), [((2, 0), "pad_conv1d"), ((2, -1), "conv1d")])
+def test_zeros_on_one_side_are_part_of_a_convolution(sides: tuple[int, int], rule: str) -> None:
+    model = Model(lambda m, x: m.conv(nn.functional.pad(x, sides)), conv=nn.Conv1d(3, 4, 3))
+    quantized = converted(
+        model, torch.randn(2, 3, 8), quantizer=XNNPACKQuantizer().set_global(CONFIG())
+    )
+    assert [row.rule for row in qompose.report(quantized).rows if row.macs] == [rule]

@@ -270,6 +270,8 @@ class TestStatistics:
             qompose.statistics(plain).apply(self.prepared())
 
     def test_sums_that_integers_might_not_hold_are_not_taken(self) -> None:
+        with pytest.raises(StatisticsError):
+            Means(torch.ones(2), 1, 1.0).merged(Means(torch.ones(1), 1, 1.0))
         sums = [Means(torch.ones(2, dtype=torch.int64), 2**18, size) for size in (2.0**19, 2.0**20)]
         assert [isinstance(each.values(), str) for each in sums] == [False, True]
 

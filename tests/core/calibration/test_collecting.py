@@ -430,12 +430,14 @@ def test_a_range_of_ones_own_that_is_none(bounds: tuple[float, float], tmp_path:
         Statistics.load(path)
 
 
-def test_other_groups_are_not_merged() -> None:
+def test_other_groups_and_ranges_are_not_merged() -> None:
     """One quantizer shares what the other does not: neither has what the other saw."""
     without_cat = toy(*(rule for rule in RULES if rule.name != "cat"), config=HISTOGRAM)
     other = qompose.statistics(qompose.calibrate(prepared(without_cat), [DATA]))
     with pytest.raises(StatisticsError, match="quantizer"):
         seen().merged(other)
+    with pytest.raises(StatisticsError):  # what somebody chose
+        seen().merged(seen().with_range(next(iter(seen())).sites[0], -1.0, 1.0))
 
 
 def test_a_difference_that_ranges_do_not_show() -> None:

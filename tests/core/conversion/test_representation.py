@@ -16,6 +16,7 @@ from qompose import QuantizationSpec
 from qompose.conversion.reference_representation import REFERENCES, Representation, represent
 from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import FixedQParamsQuantizationSpec, qdq
+from qompose.spec.qparams import PER_CHANNEL
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -57,7 +58,7 @@ def fixed(bounds: Any, scale: float, zero_point: int) -> FixedQParamsQuantizatio
 
 def weight_spec(bounds: Any, scheme: torch.qscheme, axis: int = 0) -> QuantizationSpec:
     dtype, low, high = bounds
-    if scheme in (torch.per_channel_affine, torch.per_channel_symmetric):
+    if scheme in PER_CHANNEL:
         factory = PerChannelMinMaxObserver.with_args(eps=1e-30)
         return QuantizationSpec(dtype, factory, low, high, scheme, ch_axis=axis)
     return QuantizationSpec(dtype, MinMaxObserver.with_args(eps=1e-30), low, high, scheme)
@@ -396,7 +397,8 @@ def test_readers_of_every_kind() -> None:
 
     def forward(x: Tensor, w: Tensor, b: Tensor) -> Any:
         y = LIN(x, w, b)
-        return y + y, y * y, y.tanh(), y.shape[0] * y
+        n = y.shape[0]
+        return y + y, y * y, y.tanh(), n * y, torch.add(y, y, alpha=n), y.clamp(n)
 
     module = Call(forward, randn(3, 5, seed=1), randn(3, seed=2))
     x = randn(4, 5)
@@ -404,26 +406,27 @@ def test_readers_of_every_kind() -> None:
         "linear": [fixed(RANGES[0], 0.03, 4), weight_spec(RANGES[1], torch.per_channel_symmetric)],
         "add": [fixed(RANGES[0], 0.05, 4)],
         "mul": [fixed(RANGES[3], 0.07, 100)],
+        "clamp": [fixed(RANGES[0], 0.05, 4)],
     }
 
     def visit(node: Node) -> None:
         for name, specs in grids.items():
-            if (
-                f".{name}." in f"{node.target}."
-                and len(node.args) > 1
-                and isinstance(node.args[1], Node)
-            ):
+            if f".{name}." in f"{node.target}." and isinstance(node.args[-1], Node):
                 annotate(node, dict(zip(node.all_input_nodes, specs, strict=False)))
 
     shapes = {"inputs": ({0: torch.export.Dim.AUTO},)}
     converted, model, result = referenced(module, Annotator(visit), x, dynamic_shapes=shapes)
     assert len(nodes_calling(model, "linear")) == 1
     (size,) = nodes_calling(model, "sym_size")
-    assert result.left == {"mul_1": f"its operand {size.name} is a number"}
+    assert result.left == {
+        "mul_1": f"its operand {size.name} is a number",
+        "add_1": f"its factor {size.name} is computed",
+        "clamp": "its bounds are computed",
+    }
     assert {"linear", "add", "mul"} <= set(result.replaced)
     for inputs in (x, randn(9, 5, seed=5)):
         want, got = converted(inputs), model(inputs)
-        for a, b, atol in zip(want, got, (0.101, 1.5, 1e-6, 1e-5), strict=True):
+        for a, b, atol in zip(want, got, (0.101, 1.5, 1e-6, *[1e-5] * 3), strict=True):
             torch.testing.assert_close(b, a, rtol=0, atol=atol)
 
 
@@ -449,9 +452,8 @@ def test_it_can_be_exported_and_keeps_dynamic_shapes() -> None:
     x, shapes = randn(3, 6), ({0: torch.export.Dim("rows", min=2, max=100)},)
     _, model, _ = referenced(module, toy(), x, dynamic_shapes=shapes)
     again = torch.export.export(model, (x,), dynamic_shapes=shapes)
-    assert not [
-        n for n in again.graph.nodes if n.op == "call_function" and n.target.namespace != "aten"
-    ]
+    called = [n.target for n in again.graph.nodes if n.op == "call_function"]
+    assert {target.namespace for target in called} == {"aten"}
     more = randn(50, 6, seed=4)
     assert torch.equal(again.module()(more), model(more))
     assert {str(p) for p in (again.range_constraints or {}).values()} == {"VR[2, 100]"}
@@ -471,12 +473,8 @@ def test_moves_share_integers() -> None:
     converted, model, result = referenced(module, annotator([ACT] * 2, ACT, None), *inputs)
     assert result.left == {}
     assert torch.equal(model(*inputs), converted(*inputs))
-    floats = [
-        n
-        for n in model.graph.nodes
-        if n.op == "call_function" and n.meta["val"].is_floating_point()
-    ]
-    assert {n.target for n in floats} <= {
+    called = [n for n in model.graph.nodes if n.op == "call_function"]
+    assert {n.target for n in called if n.meta["val"].is_floating_point()} <= {
         aten.mul.Tensor, aten.round.default, aten.add.Tensor, aten.clamp.default, aten.to.dtype,
         aten.sub.Tensor,
     }  # fmt: skip
@@ -499,8 +497,11 @@ def left_of(module: nn.Module, quantizer: Annotator, x: Tensor) -> dict[str, str
         (LIN, [ACT], None, "its input p0 arrives in float"),
         (LIN, [ACT, weight_spec(RANGES[1], torch.per_channel_symmetric, 1)], None,
          "its sum runs over dimension 1, and each has a scale"),
+        (LIN, [ACT, weight_spec(RANGES[3], torch.per_channel_affine_float_qparams)], None,
+         "its weight has zero points that are not integers"),
         (lambda x, w: x + w, [ACT], None, "its input p0 arrives in float"),
         (lambda x, w: torch.cat([x, w]), [ACT, OTHER], None, "its inputs differ in scale or zero point"),
+        (lambda x, w: functional.dropout(x, 0.0), [ACT], ACT, "it drops values at random"),
         (torch.maximum, [ACT], ACT, "aten.maximum has no integer reference"),
         (lambda x, w: x + 1.0, [ACT], None, "its operand 1.0 is a number"),
     ],

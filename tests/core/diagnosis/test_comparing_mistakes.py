@@ -107,11 +107,12 @@ def test_kernels_are_judged_beside_the_model_of_their_own(linear: Any, others: A
         ("float", {"one": 1, "two": 2}, BATCHES, "one, two"),
         ("float", export(nn.Sigmoid(), BATCHES[0]), BATCHES, None),
         (lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES, None),
+        (lambda x: x, lambda x: x[:1], BATCHES, None),
         ("float", "converted", BATCHES[0], "compare"),
         ("float", "converted", 5, "compare"),
         ("float", "converted", [], "compare"),
     ],
-    ids=["number", "none", "methods", "another", "no floats", "one input", "no data", "no input"],
+    ids=["number", "none", "methods", "another", "integers", "shapes", "input", "data", "empty"],
 )
 def test_what_cannot_be_compared(linear: Any, one: Any, other: Any, data: Any, named: Any) -> None:
     models = [linear[model] if isinstance(model, str) else model for model in (one, other)]

@@ -171,6 +171,7 @@ def test_drops_that_are_none(drop: Any) -> None:
         (lambda model: True, UserError, "True"),
         (lambda model: 1 / 0, MemberError, "ZeroDivisionError"),
         (lambda model: math.inf, UserError, "inf"),
+        (lambda model: 0.0 if "qompose" in model.meta else -math.inf, UserError, "-inf"),
         (lambda model: math.nan if "qompose" in model.meta else 1.0, UserError, "NaN"),
     ],
 )
@@ -306,14 +307,11 @@ def test_limits_that_are_none(limit: Any) -> None:
         tuned(data=iter([X]), limit=limit)
 
 
-def test_data_that_is_a_single_batch() -> None:
+def test_single_batches_and_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="tune"):
         tuned(data=X)
-
-
-def test_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="ranking"):
-        tuned(ranking={})
+        tuned(ranking=["layers.1"])
     image = randn(1, 3, 4, 4)
     other = prepare(export(seeded(nn.Conv2d(3, 3, 1)), image), toy())
     other(image)

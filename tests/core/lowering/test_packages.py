@@ -13,7 +13,7 @@ import pytest
 import qompose
 import torch
 from qompose import UserError
-from qompose.errors import CompilationError
+from qompose.errors import CompilationError, InputError
 from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported
 from qompose.spec import qdq
 from torch import Tensor, nn
@@ -86,8 +86,8 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
     assert known >= TORCH_NAMESPACES, "operators of these are let through"
 
 
-def test_inputs_of_another_layout_or_type(model: GraphModule, compiled: Any) -> None:
-    """The code of a package looks at neither: it would read memory as it is not."""
+def test_inputs_of_another_layout_type_or_shape(model: GraphModule, compiled: Any) -> None:
+    """The code of a package looks at none: it would read memory as it is not."""
     factor = torch.tensor(3.0)
     for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X.expand(6, 3)):
         torch.testing.assert_close(compiled(x, factor=factor), model(X, factor=factor))
@@ -95,6 +95,9 @@ def test_inputs_of_another_layout_or_type(model: GraphModule, compiled: Any) -> 
         compiled(X.double(), factor=factor)
     with pytest.raises(UserError, match=r"torch\.int64"):
         compiled(X, factor=torch.tensor(3))
+    for x in (X[:, :2], randn(65, 3)):  # which it would run
+        with pytest.raises(InputError):
+            compiled(x, factor=factor)
 
 
 def test_layouts_of_inputs_within_containers() -> None:

@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, Statistics
-from qompose.errors import ConfigError, StatisticsError
+from qompose.errors import ConfigError, StatisticsError, UncalibratedError
 from qompose.observers import (
     HistogramObserver,
     PerChannelHistogramObserver,
@@ -30,6 +30,8 @@ AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric
 def seen(x: Tensor, **arguments: Any) -> PerChannelHistogramObserver:
     observer = PerChannelHistogramObserver(torch.int8, **arguments)
     assert not observer.calibrated
+    with pytest.raises(UncalibratedError):
+        observer.calculate_qparams()
     observer(x)
     return observer
 

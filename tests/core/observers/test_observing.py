@@ -223,8 +223,14 @@ def test_functions_see_the_observers_that_users_know() -> None:
 def test_channels_without_rows_balance_nothing() -> None:
     seen, other = (PerChannelRangeObserver(make_observer(INT8), 1) for _ in range(2))
     seen(randn(9, 4))
+    other(randn(9, 3))
+    for sample in (None, other.facts().sample):
+        with pytest.raises(StatisticsError):
+            other.take(replace(seen.facts(), sample=sample))
     with pytest.raises(StatisticsError):
-        other.take(replace(seen.facts(), sample=None))
+        seen.facts().channels.merged(other.facts().channels)
+    with pytest.raises(StatisticsError):
+        seen.facts().channel_ranges(0)
 
 
 BIAS = {"dtype": torch.int32, "quant_min": -(2**31), "quant_max": 2**31 - 1}

@@ -16,6 +16,8 @@ import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
 from qompose.testing.checks_behavior import imports_cleanly
+from qompose.testing.checks_kernel import accepts
+from qompose.testing.checks_rule import converts
 from qompose.testing.contract import BackendContract, parameters
 from qompose.testing.fixtures import (
     Blocked,
@@ -120,6 +122,21 @@ def test_a_process_that_ends_early_blocks_the_check(monkeypatch: pytest.MonkeyPa
         imports_cleanly(Suite("sound"))
 
 
+def test_what_becomes_of_a_conversion() -> None:
+    """One that fails at an edge blocks the check of kernels there; one of another type is named."""
+    suite = Suite(SoundBackend([LINEAR], configs={"static": STATIC}))
+    (case, *_), limit = suite.rows(), next(iter(limits(LINEAR, STATIC)))
+    edge, trial = suite.trial(case, name=str(limit), config=limit.config), suite.trial(case)
+    with pytest.raises(ZeroDivisionError):
+        edge.keep("converted", crash)
+    with pytest.raises(Blocked, match="test_converts"):
+        accepts(suite, case, limit, "torch")
+    other = Suite(SoundBackend([LINEAR], configs={"static": STATIC})).trial(case)
+    other.keep("converted", lambda: lambda *x: [y.double() for y in trial.model(*x)])
+    with pytest.raises(ContractError, match="float64"):
+        converts(suite, other)
+
+
 def test_each_check_is_judged_once_on_each_trial_and_target() -> None:
     ran: list[tuple[Any, ...]] = []
 
@@ -179,11 +196,7 @@ BLOCKED = [
         ),
     ),
     (linear(kernels=emitting(crash)), "no row", ("works_cleanly",)),
-    (
-        static(replace(conv(), kernels=emitting(crash))),
-        "test_lowers",
-        ("takes_other_literals",),
-    ),
+    (static(replace(conv(), kernels=emitting(crash))), "test_lowers", ("takes_other_literals",)),
     (linear("two steps"), "test_matches_reference", ("matches_reference_for_integers",)),
     (linear("no zero point"), "no row", ("composes",)),
     (sound(LINEAR, configs=FEW), "no row", ("composes",)),
@@ -317,12 +330,15 @@ class TestExamples:
         assert "aten.reshape needs shape" in second.problem
 
 
-@pytest.mark.parametrize(("channels", "extreme"), [(3, False), (4, True)])
+@pytest.mark.parametrize(
+    ("shape", "extreme"),
+    [((3, 5), False), ((4, 5), True), ((3, 9), False), ((4, 9), True), ((9,), False)],
+)  # fmt: skip
 def test_two_channels_of_a_parameter_are_extreme_where_as_many_are_not(
-    channels: int, extreme: bool
+    shape: tuple[int, ...], extreme: bool
 ) -> None:
-    values = parameter((channels, 5), torch.float32, torch.Generator().manual_seed(0))
-    assert bool((values[:2].abs() == 1).all()) is extreme
+    values = parameter(shape, torch.float32, torch.Generator().manual_seed(0))
+    assert bool((values[0] == 1).all()) is bool((values[:2].abs() == 1).all()) is extreme
     assert not (values[2:].abs() == 1).any()
 
 
@@ -339,12 +355,6 @@ def test_larger_sizes_come_first_and_the_authors_last() -> None:
     assert all(shapes[0][1] < 4096 for shapes in sizes(((2, 3000),), (False,)))
     assert next(sizes(((8, 32),), (False,))) == ((32, 128),), "of 4096 elements, not too many"
     assert [*sizes(((1,),), (False,))] == [((1,),)]
-
-
-def test_a_parameter_has_extreme_channels_among_others() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape, extreme in {(4, 9): True, (3, 9): False, (9,): False}.items():
-        assert bool((parameter(shape, torch.float32, generator)[0] == 1).all()) is extreme
 
 
 @pytest.mark.parametrize("count", [8, 9])

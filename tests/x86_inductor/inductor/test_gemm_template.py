@@ -13,6 +13,7 @@ from qompose_x86_inductor.inductor import gemm_template
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
+from torch.fx import Graph
 
 from tests.core.toy import Model
 from tests.sampling import at_once
@@ -67,11 +68,9 @@ def rows(count: int, seed: int = 1) -> Tensor:
 
 ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
     "one row": (perceptron(), rows(1), {}, True),
-    "most rows": (perceptron(), rows(gemm_template.MOST_ROWS), {}, True),
     "more rows": (perceptron(), rows(gemm_template.MOST_ROWS + 1), {}, False),
     "rows of rank 3": (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
     "more of rank 3": (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
-    "gelu": (perceptron(nn.GELU), rows(64), {}, True),
     "more of gelu": (one_gelu(), rows(65), {}, False),
     "one of two": (perceptron(nn.GELU), rows(65), {}, True),
     "any rows": (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
@@ -115,6 +114,18 @@ def test_who_is_advised(name: str) -> None:
     assert gemm_template.options(model) == expected
     with torch.inference_mode():
         assert gemm_template.options(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("functions", "most"),
+    [(("relu",), gemm_template.MOST_ROWS), (("gelu",), gemm_template.MOST_ROWS_OF_THEM)],
+)
+def test_how_many_rows_are_few(functions: tuple[str], most: int) -> None:
+    x = Graph().placeholder("x")
+    call = x.graph.call_function(torch.relu, (x, *functions))
+    for count, few in ((0, False), (1, True), (most, True), (most + 1, False)):
+        x.meta["val"] = rows(count)
+        assert gemm_template.is_faster(call) is few
 
 
 COMPILED = {

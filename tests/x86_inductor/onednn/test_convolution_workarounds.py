@@ -60,6 +60,10 @@ def test_the_form_computes_the_same_and_is_its_own(
         for each, how in ((product, Geometry(*geometry)), (form, placing))
     ]
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=2.0)
+    assert all(
+        step == 1 or taps > 1 for step, taps in zip(placing.dilation, kernel[2:], strict=True)
+    )
+    assert results[1].shape[3] > 1 or placing.stride[1] == 1
     again, unchanged = safe_form(form, placing)
     assert again.x is form.x and unchanged == placing
 

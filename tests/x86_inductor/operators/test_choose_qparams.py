@@ -66,6 +66,15 @@ def test_affine_rows_are_torchs_but_near_the_middle_of_two_integers(rows: Tensor
     assert torch.equal(integers[~middle], theirs[~middle])
 
 
+def test_the_least_scale_leaves_the_zero_point_at_the_upper_end() -> None:
+    """Where both ends cost the same: rows of one step and a half, of which the upper end keeps both."""
+    rows = torch.tensor([[0.0, 1.0], [-0.5, 1.5]]) * EPS
+    _, zero_point = choose_qparams.choose_rows(rows, symmetric=False)
+    _, points = QD.choose_qparams_per_token_asymmetric.default(rows, torch.int8)
+    assert zero_point is not None and torch.equal(zero_point.long(), points)
+    assert points.flatten().tolist() == [126, 126]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_shows_in_the_scale(value: float) -> None:
     rows = torch.randn(3, 4)

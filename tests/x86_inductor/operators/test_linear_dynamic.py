@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +169,12 @@ def per_token(*operands: Tensor) -> Tensor:
     return OPS.linear_dynamic_per_token(*operands, False)  # type: ignore[no-any-return]
 
 
+IN_GRAPH: dict[Any, Callable[..., Tensor]] = {
+    per_tensor: lambda *given: linear_in_graph(*given, *WHOLE, zero_points=ZEROS),
+    per_token: lambda *given: linear_per_token_in_graph(*given, False, zero_points=ZEROS),
+}
+
+
 @pytest.mark.parametrize("operator", [per_tensor, per_token])
 class TestBoth:
     def test_layouts_and_modes_change_nothing(self, operator: Callable[..., Tensor]) -> None:
@@ -201,11 +208,11 @@ class TestBoth:
 
     def test_other_inputs_are_named(self, operator: Callable[..., Tensor]) -> None:
         x, *rest = operands(0, 3, 8)
-        for device in ("cpu", "meta"):
+        for function, device in itertools.product((operator, IN_GRAPH[operator]), ("cpu", "meta")):
             with pytest.raises(ValueError, match=r"linear_dynamic.*float16"):
-                operator(*(v.to(device) for v in (x.half(), *rest)))
-            with pytest.raises(ValueError, match=r"\(3, 7\)"):
-                operator(*(v.to(device) for v in (x[:, :7], *rest)))
+                function(*(v.to(device) for v in (x.half(), *rest)))
+            with pytest.raises(ValueError, match=r"linear_dynamic.*\(3, 7\)"):
+                function(*(v.to(device) for v in (x[:, :7], *rest)))
 
     def test_torch_knows_it(self, operator: Callable[..., Tensor]) -> None:
         per = OPS.linear_dynamic if operator is per_tensor else OPS.linear_dynamic_per_token

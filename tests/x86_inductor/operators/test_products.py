@@ -194,6 +194,8 @@ def test_what_an_operator_does_not_take(name: str, position: int, value: Any, fo
     call[position] = value
     with pytest.raises(ValueError, match=found):
         getattr(OPS, name)(*call)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=found):
+        getattr(OPS, name)(*_as_fakes(tuple(call), mode))
 
 
 def _image_call(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose_xnnpack.executorch_target.errors import lowering_error
+from qompose_xnnpack.executorch_target.errors import loading_error, lowering_error
 from qompose_xnnpack.executorch_target.export import export
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
@@ -38,7 +38,10 @@ def shared(m: Any, x: Tensor) -> Tensor:
 
 
 def line(kind: type[nn.Module]) -> nn.Module:
-    return Model(lambda m, x: m.conv(x), conv=kind(3, 4, 3))
+    """Of two convolutions of one dimension, the second does not see the length."""
+    return Model(
+        lambda m, x: m.last(m.conv(x).mean(2, True)), conv=kind(3, 4, 3), last=kind(4, 4, 1)
+    )
 
 
 WORDS = torch.randint(10, (2, 3))
@@ -60,7 +63,7 @@ SAID: dict[str, tuple[nn.Module, list[Tensor], Any, str, str]] = {
     **{
         f"two sizes, {kind.__name__}": (
             line(kind), [torch.randn(2, 3, 8)], SIZES, "XNNPACK reshape only supports 1 dynamic dimension.",
-            r"because of conv\w+ \(aten\.conv\w+ in conv",
+            r"because of conv\w+ \(aten\.conv\w+ in conv\)(:| of method)",
         )
         for kind in (nn.Conv1d, nn.ConvTranspose1d)
     },
@@ -96,6 +99,8 @@ def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
         ("First.\nSecond\n", "First.\nSecond"),
     ):
         assert str(lowering_error(RuntimeError(said), {})).endswith(f"RuntimeError: {told}")
+    four, five = (str(loading_error(RuntimeError(), "abcde"[:count])) for count in (4, 5))
+    assert "a, b, c, d." in four and "a, b, c, d and 1 more." in five
 
 
 def in_bytes(m: Any, x: Tensor) -> Tensor:

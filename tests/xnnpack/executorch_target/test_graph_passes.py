@@ -125,13 +125,27 @@ def test_cropping_of_a_batch_known_at_run_time() -> None:
     assert torch.allclose(program.run(x), made(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("bounds", [(0.3,), (None, 0.1), (0.1, 0.3)], ids=str)
-def test_bounds_in_order_are_left_alone(bounds: tuple[float | None, ...]) -> None:
-    model = torch.export.export(Model(lambda m, x: x.clamp(*bounds)), (LINE,)).module()
+def passed(function: Callable[[Tensor], Tensor], target: Any, sizes: Any = None) -> tuple[Any, Any]:
+    """A graph behind the passes, and the arguments of its calls of an operator but their inputs."""
+    model = torch.export.export(
+        Model(lambda m, x: function(x)), (LINE,), dynamic_shapes=(sizes,)
+    ).module()
     for change in EXPORT_PASSES:
         change(model.graph)
-    (clamp,) = (node for node in model.graph.nodes if node.target is aten.clamp.default)
-    assert clamp.args[1:] == bounds
+    model.recompile()
+    return model, [node.args[1:] for node in model.graph.nodes if node.target is target]
+
+
+@pytest.mark.parametrize("bounds", [(0.3,), (None, 0.1), (0.1, 0.3)], ids=str)
+def test_bounds_in_order_are_left_alone(bounds: tuple[float | None, ...]) -> None:
+    assert passed(lambda x: x.clamp(*bounds), aten.clamp.default)[1] == [bounds]
+
+
+def test_only_sides_that_are_cropped_are_sliced() -> None:
+    length = {2: torch.export.Dim("length", min=4, max=9)}
+    model, slices = passed(lambda x: F.pad(x, (-1, 0, 0, 2)), aten.slice.Tensor, length)
+    assert slices == [(2, 1, None)]
+    assert torch.equal(model(LINE), F.pad(LINE, (-1, 0, 0, 2)))
 
 
 EXPAND = "aten.expand_copy.default"

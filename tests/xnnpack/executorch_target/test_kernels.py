@@ -43,6 +43,37 @@ def test_a_linear_of_weights_alone(dynamic: tuple[int, ...], options: dict[str, 
     assert row.state == "float kernel on integers"
 
 
+def split(m: Any, x: Tensor, y: Tensor) -> list[Tensor]:
+    y = m.first(y)
+    return [m.last(m.first(x).reshape(-1, 4, 2, 4)), m.last(y.reshape(*y.shape[:2], 2, 4))]
+
+
+def test_xnnpack_infers_one_size_of_a_view() -> None:
+    """Another kernel makes a view of which several sizes are known only at run time."""
+    sizes: Any = [{dim: Dim(f"dim{dim}", max=9) for dim in dims} for dims in ((0,), (0, 1))]
+    model, inputs = (
+        Model(split, first=nn.Linear(6, 8), last=nn.Linear(4, 4)),
+        torch.randn(2, 2, 4, 6),
+    )
+    quantized = converted(model, (*inputs,), quantizer=xnnpack(), sizes=(*sizes,))
+    lowered = qompose.lower(quantized, target="executorch")
+    kernels = [row.kernel for row in qompose.report(lowered).rows if row.rule == "view"]
+    assert kernels == ["XNNPACK delegate", "view on integers"]
+    inputs = torch.randn(3, 4, 6), torch.randn(3, 5, 6)
+    for wanted, found in zip(quantized(*inputs), lowered.run(*inputs), strict=True):
+        assert sqnr(wanted, found) > 40
+
+
+def test_weights_alone_with_zero_points_are_refused() -> None:
+    """ExecuTorch's operator would take them for zeros."""
+    model, x = nn.Linear(8, 4), torch.randn(2, 8)
+    quantized = converted(model, x, quantizer=xnnpack(weight_only=True))
+    (zero_points,) = (v for name, v in quantized.named_buffers() if "zero_point" in name)
+    zero_points.fill_(1)
+    with pytest.raises(qompose.errors.TargetError, match="rule linear_weight_only"):
+        qompose.lower(quantized, target="executorch")
+
+
 def attends(m: Any, x: Tensor) -> Tensor:
     """A linear layer behind attention, whose result ExecuTorch has in other strides than export."""
     heads = x.view(x.shape[0], 6, 4, 16).transpose(1, 2)

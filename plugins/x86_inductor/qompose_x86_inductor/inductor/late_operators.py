@@ -77,7 +77,7 @@ def _is_last_read(value: Node, node: Node) -> bool:
         return False
     readers = set(_readers(value))
     through_views = {reader for view in _views(value) for reader in _readers(view)}
-    return node not in through_views and all(reader is node or reader < node for reader in readers)
+    return node not in through_views and all(reader <= node for reader in readers)
 
 
 def _is_fresh(value: Node) -> bool:
