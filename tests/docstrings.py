@@ -120,7 +120,7 @@ def _is_error(module: Any, name: str) -> bool:
 def says(text: str, error: type[BaseException]) -> bool:
     """Tell whether the "Raises:" of a docstring names an error, or a kind of it that is no base of all."""
     section = re.search(r"^Raises:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
-    named = re.findall(r"\w+(?:Error|Lowerable)", section[1]) if section else []
+    named = re.findall(r"\w+(?:Error|Lowerable)|Not\w+", section[1]) if section else []
     return any(cls.__name__ in named for cls in error.__mro__)
 
 

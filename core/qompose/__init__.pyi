@@ -2,6 +2,7 @@
 # The public names: read at run time by lazy_loader, and by type checkers.
 
 from . import (
+    algorithms as algorithms,
     backend as backend,
     diagnosis as diagnosis,
     errors as errors,

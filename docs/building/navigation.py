@@ -67,6 +67,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/reference/composition",
             "docs/reference/capabilities",
             "docs/reference/observers",
+            "docs/reference/algorithms",
             "docs/reference/training",
             "docs/reference/report",
             "docs/reference/diagnosis",

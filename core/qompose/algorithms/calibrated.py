@@ -123,6 +123,7 @@ class Calibrated:
     def weights(self, names: Sequence[str]) -> Iterator[tuple[Tensor, FakeQuantize]]:
         """Yield weights with the factors decided so far, each with the way it is going to be quantized.
 
+        Each has the shape of its parameter, or some of its rows.
         Those with a scale per row come in parts of some rows, so that no large copy is ever held.
         """
         for name in names:

@@ -333,8 +333,8 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
     """Return second moments of the input of a product.
 
     Raises:
-        NotKnown: none are kept.
-        NotChanged: they are of too few examples, or not finite.
+        NotKnown: none are kept, or the input never saw data.
+        NotChanged: all data is alike, or values are not finite.
     """
     columns, _ = columns_of(product)
     for _, value, observer in input_observers(found.model):
@@ -394,15 +394,18 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
 
 
 def weight_of(found: Calibrated, product: Operands) -> Tensor:
-    """Return a product's weight, in float with the factors decided so far."""
+    """Return a product's weight, in float, in the shape of the parameter, with the factors decided so far."""
     return found.factors.constant(product.weight.name)
 
 
 def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None:
     """Decide on the integers of a product's weight.
 
+    Args:
+        integers: in the shape of the weight, and in the type of its quantization parameters.
+
     Raises:
-        NotChanged: another algorithm has, or other operators read it too.
+        NotChanged: another algorithm has decided, or other operators read the weight too.
         ValueError: they are not of its shape and type, or are out of bounds.
     """
     number, q = weight_group(found, product)
