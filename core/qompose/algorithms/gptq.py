@@ -49,6 +49,7 @@ from qompose.algorithms.products import (
 )
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
+from qompose.program.graph import constant_of
 from qompose.spec.algorithm_choice import GPTQ as WORD
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -91,8 +92,9 @@ class GPTQ(Algorithm):
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
         for claim in filter(self.is_asked, claims):
-            if (node := product_node(claim, nodes)) is not None:
-                product = Operands.of(node)
+            node = product_node(claim, nodes)
+            product = None if node is None else Operands.of(node)
+            if product is not None and constant_of(product.weight) is not None:
                 yield product.source, *columns_of(product)
 
     def correct(self, found: Calibrated) -> None:

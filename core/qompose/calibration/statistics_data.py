@@ -172,10 +172,15 @@ class Statistics:
         """Return the tensors of which the two do not say the same."""
         mine, theirs = self._by_site(), other._by_site()
         sums, others = (_by_place((*o.means, *o.moments)) for o in (self, other))
-        apart = [key[0] for key in sums if key in others and not sums[key].same(others[key])]
+        apart = {key[0] for key in sums if key in others and not sums[key].same(others[key])}
+        alone = dict.fromkeys(apart, "sums of its channels")  # no range is kept beside them
+        one, another = (
+            {**alone, **{site: described(facts) for site, facts in by_site.items()}}
+            for by_site in (mine, theirs)
+        )
         said = (
-            Difference(site, *(described(m[site]) if site in m else "" for m in (mine, theirs)))
-            for site in sorted({*mine, *theirs})
+            Difference(site, one.get(site, ""), another.get(site, ""))
+            for site in sorted({*one, *another})
             if not (site in mine and site in theirs and same(mine[site], theirs[site]))
             or site in apart
         )

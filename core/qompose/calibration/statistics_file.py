@@ -173,9 +173,22 @@ def _types(put: Put, get: Get) -> dict[Any, Codec]:
         _channel_histograms,
     )
     types[Means] = _checked(of_type(Means, types), _check_means)
-    types[Moments] = _checked(of_type(Moments, types), _check_moments)
+    types[Moments] = _checked(of_type(Moments, {**types, Tensor: _exact(tensor)}), _check_moments)
     types[Facts] = _checked(of_type(Facts, types), _check_facts)
     return types
+
+
+def _exact(tensor: Codec) -> Codec:
+    """Return the codec of tensors of float64 and of integers, whose numbers have no type in text."""
+
+    def read(data: Any, path: str) -> Tensor:
+        if isinstance(data, str):  # the name of a tensor in a file of tensors
+            found: Tensor = tensor.read(data, path)
+            return found
+        numbers = torch.tensor(data)
+        return torch.tensor(data, dtype=torch.float64) if numbers.is_floating_point() else numbers
+
+    return Codec(tensor.write, read)
 
 
 def _object(

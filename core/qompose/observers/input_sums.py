@@ -247,12 +247,19 @@ class MomentObserver(nn.Module):
         second = example_hashes(x, self.columns.dim) & 1 == 1
         total, count = self.total.clone(), self.count.clone()
         for half, which in enumerate((~second, second)):
-            if bool(which.any()):
-                some = x if bool(which.all()) else x[which.to(x.device)]
+            for some in self._parts(x, which):
                 rows = self.columns.of(some.double())
                 total[half] += rows.transpose(1, 2) @ rows
                 count[half] += rows.shape[1]
         self.total, self.count = total, count
+
+    def _parts(self, x: Tensor, which: Tensor) -> Iterable[Tensor]:
+        """Return some examples, as many at a time as have few columns together."""
+        if len(which) == 1:  # the one example may have no dimension of its own
+            return [x] if bool(which) else []
+        some = x[which.to(x.device)]
+        taps = 1 if self.columns.window is None else math.prod(self.columns.window.size)
+        return some.split(max(1, _TOGETHER // (taps * some[0].numel()))) if len(some) else []
 
     def seen(self) -> Moments:
         """Return what was seen."""
@@ -273,6 +280,8 @@ class MomentObserver(nn.Module):
         self.total, self.count = moments.total.clone(), moments.count.clone()
 
 
+_TOGETHER = 2**24
+"""How many values of columns are held at a time, unless one example has more."""
 _TAG = "input_of"
 _PREFIX = "sums_"
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import qompose
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig
 from qompose.algorithms import gptq
 from qompose.algorithms.gptq import _Form, _Rounding
-from qompose.algorithms.products import InputRows
+from qompose.algorithms.products import InputRows, Operands, columns_of
+from qompose.errors import StatisticsError
 from qompose.observers import (
     AutoRangeObserver,
     MinMaxObserver,
@@ -203,3 +205,57 @@ def test_the_error_that_rows_give_is_never_much_larger(
         found = tried.rounded(rows, NEAR)
     assert tried.error(found, rows) < 1.1 * tried.error(tried.nearest(), rows)
     assert float(found.min()) >= -8 and float(found.max()) <= 7
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_columns_are_what_a_product_multiplies(drawn: st.DataObject) -> None:
+    """A convolution is the product of its weight's rows and the columns of its input."""
+    groups, rank = drawn.draw(st.integers(1, 3)), drawn.draw(st.integers(1, 3))
+    size, stride, dilation = (
+        tuple(drawn.draw(st.integers(1, 3)) for _ in range(rank)) for _ in range(3)
+    )
+    same = drawn.draw(st.booleans())
+    padding: Any = "same" if same else drawn.draw(st.integers(0, 2))
+    stride = (1,) * rank if same else stride
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    module: Any = kind(2 * groups, 3 * groups, size, stride, padding, dilation, groups, bias=False)
+    x = data(0, 2, 2 * groups, *(7,) * rank)
+    program = export(module, x).module()
+    (node,) = (n for n in program.graph.nodes if n.op == "call_function")
+    columns, width = columns_of(Operands.of(node))
+    found = columns.of(x)
+    assert found.shape[2] == width
+    taps = module.weight.view(groups, 3, -1)
+    wanted = module(x).movedim(1, -1).reshape(found.shape[1], groups, 3).transpose(0, 1)
+    torch.testing.assert_close(found @ taps.transpose(1, 2), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_moments_come_back_from_files_and_merge(tmp_path: Path) -> None:
+    """The parts of the data give the integers of the whole, for two products of one tensor apart."""
+    layers = {"a": nn.Conv2d(4, 8, 3), "b": nn.Conv2d(4, 8, 3, padding=1)}
+    model = toys.seeded(toys.Model(lambda m, x: (m.a(x), m.b(x)), **layers)).eval()
+    batches = [data(seed, 8, 4, 7, 7) for seed in range(3)]
+    exported = export(model, batches[0])
+    quantizer = toy(*PRODUCTS, config=replace(ASKING, input_activation=None))
+
+    def calibrated(*some: Tensor) -> torch.fx.GraphModule:
+        prepared = prepare(exported, quantizer)
+        qompose.calibrate(prepared, [(x,) for x in some], progress=False)
+        return prepared
+
+    parts = [qompose.statistics(calibrated(batch)) for batch in batches]
+    assert len(parts[0].moments) == 2 and not parts[0].diff(parts[0])
+    assert parts[0].diff(parts[1])
+    merged = parts[2].merged(parts[0], parts[1])
+    for name in ("it.safetensors", "it.json"):
+        merged.save(tmp_path / name)
+        fresh = qompose.Statistics.load(tmp_path / name).apply(prepare(exported, quantizer))
+        found, whole = (qompose.convert_pt2e(m) for m in (fresh, calibrated(*batches)))
+        for layer in layers:
+            one, other = (m.get_buffer(f"{layer}.weight_q") for m in (found, whole))
+            assert torch.equal(one, other)
+        assert len(said(found)[0]) == 2
+    with pytest.raises(StatisticsError):
+        replace(merged, moments=()).apply(prepare(exported, quantizer))
