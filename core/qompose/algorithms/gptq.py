@@ -129,7 +129,7 @@ class GPTQ(Algorithm):
 
 
 def _few(inputs: Inputs) -> str:
-    return f"from {inputs.number} rows for {inputs.channels} channels: more data would tell more"
+    return f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
 
 
 def _inputs(
