@@ -25,7 +25,7 @@ def offered_by_a_package(make: Callable[[], Backend]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "fake_toy", module)
         patch.delenv("QOMPOSE_PLUGINS", raising=False)
-        patch.setattr(discovery, "entry_points", lambda group: [point])
+        patch.setattr(discovery, "entry_points", lambda group: [point] * (group == discovery.GROUP))
         discovery._load.cache_clear()
         yield
     discovery._load.cache_clear()

@@ -74,9 +74,10 @@ def _list_backends(options: Namespace, results: Results) -> int:
         say(f"{package}: its entry_points.txt is damaged, so that what it offers is not known")
     if options.json:
         results.json(rows)
-    elif rows:
+        return int(any(row["problem"] for row in rows))
+    if rows:
         _print_backends(rows, results)
-    else:
+    if not any(row["kind"] == "backend" for row in rows):
         results.text(why_none())
     return int(any(row["problem"] for row in rows))
 

@@ -47,7 +47,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
     monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
     monkeypatch.delenv("QOMPOSE_TRACE", raising=False)
-    monkeypatch.setattr(discovery, "entry_points", lambda group: list(points))
+    monkeypatch.setattr(discovery, "entry_points", lambda group: list(points) if group == discovery.GROUP else [])
     discovery._load.cache_clear()
     yield add
     discovery._load.cache_clear()
