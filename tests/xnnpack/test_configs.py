@@ -163,6 +163,18 @@ class TestMixed:
         assert sqnr(quantized(x), y) > 40
         assert sqnr(model(x), y) > 15
 
+    def test_of_open_sizes_several_are_read_when_the_program_runs(self) -> None:
+        pytest.importorskip("executorch")
+        quantizer = XNNPACKQuantizer().set_global(CONFIG(is_dynamic=True, group_size=32))
+        sizes = ({0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", max=8)},)
+        exported = torch.export.export(
+            nn.Linear(64, 8), (torch.randn(2, 5, 64),), dynamic_shapes=sizes
+        )
+        quantized = qompose.convert_pt2e(qompose.prepare_pt2e(exported, quantizer))
+        program = qompose.lower(quantized, target="executorch")
+        x = torch.randn(3, 4, 64)
+        assert sqnr(quantized(x), program.run(x)) > 40
+
     @pytest.mark.parametrize(
         ("rows", "states"),
         at_once([(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])], (5, ["simulated (Q/DQ)"])),

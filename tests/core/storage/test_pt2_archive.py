@@ -203,8 +203,10 @@ def test_archives_that_torch_does_not_write(
             root = "b" if kind == "two folders" else "a"
             name = MODEL if kind == "twice" else "extra/more"
             archive.writestr(f"{root}/{name}", b"{}")
-    with pytest.raises(UserError, match=r"b\.pt2"):
+    with pytest.raises(UserError, match=r"b\.pt2") as error:
         load_program(path)
+    if kind == "flipped":
+        assert isinstance(error.value.__cause__, pt2_archive.RefusedArchive)
 
 
 def test_nothing_but_what_was_checked_is_there(sound: dict[str, bytes], tmp_path: Path) -> None:
