@@ -165,7 +165,7 @@ class TestMixed:
 
     def test_of_open_sizes_several_are_read_when_the_program_runs(self) -> None:
         pytest.importorskip("executorch")
-        quantizer = XNNPACKQuantizer().set_global(CONFIG(is_dynamic=True, group_size=32))
+        quantizer = XNNPACKQuantizer().set_global(CONFIG(True, weight_only=True))
         sizes = ({0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", max=8)},)
         exported = torch.export.export(
             nn.Linear(64, 8), (torch.randn(2, 5, 64),), dynamic_shapes=sizes
