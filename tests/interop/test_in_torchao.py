@@ -68,15 +68,10 @@ COMPUTED = (
     "the operators on parameters alone are folded by torchao, and quantized at run time by us"
 )
 AT_ONCE = {
-    ("bottleneck", "xnnpack"),
-    ("vision_transformer", "x86"),
-    ("embedding_mlp", "embedding"),
-    ("embedding_mlp", "embedding+xnnpack"),
-    ("in_place", "x86+xnnpack"),
-    ("bottleneck", "torchao's x86"),
-    ("scalars", "executorch's xnnpack"),
-    ("embedding_mlp", "torchao's embedding+xnnpack"),
-}
+    ("bottleneck", "xnnpack"), ("vision_transformer", "x86"), ("embedding_mlp", "embedding"),
+    ("embedding_mlp", "embedding+xnnpack"), ("in_place", "x86+xnnpack"), ("bottleneck", "torchao's x86"),
+    ("scalars", "executorch's xnnpack"), ("embedding_mlp", "torchao's embedding+xnnpack"),
+}  # fmt: skip
 """Each quantizer once, and each model; the other pairs are more of the same."""
 OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
     ("vision_transformer", name): (1, 0, COMPUTED)

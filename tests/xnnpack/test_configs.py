@@ -75,15 +75,12 @@ class TestWhatExcludesWhat:
             ("fake_quantize", {"fake_quantize": "learned"}),
             ("learnd", {"is_qat": True, "fake_quantize": "learnd"}),
             ("weight_only", {"weight_only": True, "is_dynamic": True}),
-            ("is_dynamic=True", {"group_size": 32}),
-            ("48", {"group_size": 48, "is_dynamic": True}),
+            ("is_dynamic=True", {"group_size": 32}), ("48", {"group_size": 48, "is_dynamic": True}),
             ("group_size .*'32'", {"group_size": "32", "is_dynamic": True}),
             (r"group_size .*32\.0", {"group_size": 32.0, "is_dynamic": True}),
             (r"act_qmin .*-128\.0", {"act_qmin": -128.0}),
-            ("is_per_channel .*'no'", {"is_per_channel": "no"}),
-            ("balance .*0", {"balance": 0}),
-            ("'smoothquant'.*'smooth_quant'", {"repairs": ("smoothquant",)}),
-            ("repairs", {"repairs": 1}),
+            ("is_per_channel .*'no'", {"is_per_channel": "no"}), ("balance .*0", {"balance": 0}),
+            ("'smoothquant'.*'smooth_quant'", {"repairs": ("smoothquant",)}), ("repairs", {"repairs": 1}),
             ("bias_correction", {"repairs": ("bias_correction",), "weight_only": True}),
             ("equalization", {"repairs": ("equalization",), "is_qat": True}),
             ("per_token=False", {"per_token": False}),
@@ -93,7 +90,7 @@ class TestWhatExcludesWhat:
             ("act_qmin=-127", {"weight_only": True, "act_qmin": -127}),
             ("act_qmax=63, range='mse'", {"weight_only": True, "act_qmax": 63, "range": "mse"}),
         ],
-    )
+    )  # fmt: skip
     def test_when_it_is_made(self, named: str, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=named):
             CONFIG(**options)

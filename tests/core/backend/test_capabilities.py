@@ -129,15 +129,11 @@ class TestFilter:
     @pytest.mark.parametrize(
         ("facts", "left"),
         [
-            ({"mode": "dynamic"}, 3),
-            ({"pattern": "linear", "mode": "static"}, 1),
-            ({"target": "torch"}, 5),
-            ({"target": "nowhere"}, 0),
-            ({"shares": True}, 2),
-            ({"weight": None}, 4),
+            ({"mode": "dynamic"}, 3), ({"pattern": "linear", "mode": "static"}, 1), ({"target": "torch"}, 5),
+            ({"target": "nowhere"}, 0), ({"shares": True}, 2), ({"weight": None}, 4),
             ({"granularity": "per-channel"}, 3),
         ],
-    )
+    )  # fmt: skip
     def test_by_facts(self, facts: dict[str, Any], left: int) -> None:
         found = self.rows.filter(**facts)
         assert isinstance(found, Capabilities)

@@ -230,17 +230,12 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("value", "named"),
         [
-            (randn(2, 3), None),
-            (randn(64, 3), None),
-            (randn(65, 3), "float32[65, 3]"),
-            (randn(1, 3), "float32[1, 3]"),
-            (randn(2, 4), "float32[2, 4]"),
-            (randn(2, 3, 1), "float32[2, 3, 1]"),
-            (randn(2, 3).double(), "float64[2, 3]"),
-            (3, "int"),
+            (randn(2, 3), None), (randn(64, 3), None), (randn(65, 3), "float32[65, 3]"),
+            (randn(1, 3), "float32[1, 3]"), (randn(2, 4), "float32[2, 4]"),
+            (randn(2, 3, 1), "float32[2, 3, 1]"), (randn(2, 3).double(), "float64[2, 3]"), (3, "int"),
         ],
         ids=["least", "most", "too many", "too few", "other size", "other rank", "dtype", "type"],
-    )
+    )  # fmt: skip
     def test_objection(self, value: object, named: str | None) -> None:
         objection = mixed_inputs().tensors[0].objection(value)
         assert objection is None if named is None else named in (objection or "")

@@ -567,14 +567,10 @@ EPS = 2.0**-10
 @pytest.mark.parametrize(
     ("scale", "largest", "values", "lines"),
     [
-        (1.0, 100.0, 64, 0),
-        (1.0, 100.0, 63, 1),
-        (1000.0, 100.0, 64, 0),
-        (1001.0, 100.0, 64, 1),
-        (EPS, 127 * EPS, 64, 0),
-        (EPS, 126 * EPS, 63, 2),
+        (1.0, 100.0, 64, 0), (1.0, 100.0, 63, 1), (1000.0, 100.0, 64, 0), (1001.0, 100.0, 64, 1),
+        (EPS, 127 * EPS, 64, 0), (EPS, 126 * EPS, 63, 2),
     ],
-)
+)  # fmt: skip
 def test_what_looks_wrong_though_it_can_be_used(
     scale: float, largest: float, values: int, lines: int
 ) -> None:

@@ -327,9 +327,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Writes, list[set[str]]]] = {
         [{"x>split", "getitem", "getitem_1"}],
     ),
     "not the split itself": (_split, {"x>split": INT8, "split": INT8}, [{"x>split"}]),
-    "parts are two": (
-        _split, {"getitem": INT8, "getitem_1": INT8}, [{"getitem"}, {"getitem_1"}],
-    ),
+    "parts are two": (_split, {"getitem": INT8, "getitem_1": INT8}, [{"getitem"}, {"getitem_1"}]),
     "unbind": (
         lambda m, x: sum(x.unbind(0)),
         {"x>unbind": INT8, **{f"getitem{n}": "x>unbind" for n in ("", "_1", "_2", "_3")}},
@@ -348,9 +346,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Writes, list[set[str]]]] = {
         lambda m, x: torch.cat(tensors=[torch.sin(x), torch.cos(x)], dim=1),
         {"sin>cat": INT8, "cos>cat": "sin>cat", "cat": "cos>cat"}, [{"sin>cat", "cos>cat", "cat"}],
     ),
-    "two observers, one tensor": (
-        _late, {"sin": INT8, "sin>relu": HISTOGRAM}, [{"sin", "sin>relu"}],
-    ),
+    "two observers, one tensor": (_late, {"sin": INT8, "sin>relu": HISTOGRAM}, [{"sin", "sin>relu"}]),
     "x + x": (lambda m, x: x + x, {"x>add": INT8, "add": "x>add"}, [{"x>add", "add"}]),
 }  # fmt: skip
 

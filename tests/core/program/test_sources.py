@@ -183,22 +183,12 @@ LAST = ("block.linear.weight", "block.linear.bias", *FIRST)
 """Parameters are where they are read last."""
 OWN = ("aten.add.Tensor", "aten.relu.default")
 ROWS: list[tuple[Any, list[tuple[str, ...]]]] = [
-    (nn.Linear, [FIRST, LAST]),
-    (Block, [OWN, OWN]),
-    (f"{Block.__module__}.Block", [OWN, OWN]),
-    (operator.add, [("aten.add.Tensor",)] * 2),
-    (F.relu, [("aten.relu.default",)] * 2),
-    ("relu", [("aten.relu.default",)] * 2),
-    ("linear", [FIRST, LAST]),
-    (aten.relu.default, [("aten.relu.default",)] * 2),
-    (aten.linear.default, [FIRST, LAST]),
-    (torch.relu, []),
-    (torch.add, []),
-    (F.linear, []),
-    (nn.ReLU, []),
-    (nn.Module, []),
-    (aten.relu_.default, []),
-]
+    (nn.Linear, [FIRST, LAST]), (Block, [OWN, OWN]), (f"{Block.__module__}.Block", [OWN, OWN]),
+    (operator.add, [("aten.add.Tensor",)] * 2), (F.relu, [("aten.relu.default",)] * 2),
+    ("relu", [("aten.relu.default",)] * 2), ("linear", [FIRST, LAST]),
+    (aten.relu.default, [("aten.relu.default",)] * 2), (aten.linear.default, [FIRST, LAST]), (torch.relu, []),
+    (torch.add, []), (F.linear, []), (nn.ReLU, []), (nn.Module, []), (aten.relu_.default, []),
+]  # fmt: skip
 """The rows of the module's table: what is asked for, and the partitions of `twice`."""
 
 

@@ -85,18 +85,13 @@ def test_impossible_specifications(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"scale": 0.0}, "scale"),
-        ({"scale": -1.0}, "scale"),
-        ({"scale": float("nan")}, "scale"),
-        ({"scale": float("inf")}, "scale"),
-        ({"zero_point": 256}, "zero_point=256"),
-        ({"zero_point": 1.5}, "zero_point"),
-        ({"quant_max": 300}, "quant_max=300"),
-        ({"is_dynamic": True}, ""),
-        ({"qscheme": torch.per_channel_affine}, ""),
+        ({"scale": 0.0}, "scale"), ({"scale": -1.0}, "scale"), ({"scale": float("nan")}, "scale"),
+        ({"scale": float("inf")}, "scale"), ({"zero_point": 256}, "zero_point=256"),
+        ({"zero_point": 1.5}, "zero_point"), ({"quant_max": 300}, "quant_max=300"),
+        ({"is_dynamic": True}, ""), ({"qscheme": torch.per_channel_affine}, ""),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_fixed_parameters(change: dict[str, Any], named: str) -> None:
     facts: dict[str, Any] = {"dtype": torch.uint8, "scale": 1 / 256, "zero_point": 0}
     FixedQParamsQuantizationSpec(**{**facts, "zero_point": 255})

@@ -357,19 +357,11 @@ def test_every_range(low: int, span: int, size: int, seed: int) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        {"bits": 3},
-        {"bits": True},
-        {"bits": 1},
-        {"low": 1e3},
-        {"low": 4000},
-        {"dtype": "float32"},
-        {"shape": [2048, 2]},
-        {"shape": [32, 32]},
-        {"shape": [-1]},
-        {"shape": [2**40, 2**40]},
+        {"bits": 3}, {"bits": True}, {"bits": 1}, {"low": 1e3}, {"low": 4000}, {"dtype": "float32"},
+        {"shape": [2048, 2]}, {"shape": [32, 32]}, {"shape": [-1]}, {"shape": [2**40, 2**40]},
         {"shape": "32"},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_packing(forged: dict[str, Any]) -> None:
     packed, stored = pack_bits({"block": integers(-8, 7, 32, 64)})
     with pytest.raises((ValueError, TypeError, LookupError, RuntimeError)):

@@ -27,16 +27,9 @@ EPS = torch.finfo(torch.float32).eps
 MODEST = settings(max_examples=40, deadline=None)
 WHOLE = (0, 255, EPS)
 POSTS: tuple[tuple[Any, ...], ...] = (
-    ("none",),
-    ("relu",),
-    ("gelu", [], "none"),
-    ("gelu", [], "tanh"),
-    ("swish",),
-    ("hardswish",),
-    ("hardtanh", [-0.5, 0.75]),
-    ("leaky_relu", [0.25]),
-    ("tanh",),
-)
+    ("none",), ("relu",), ("gelu", [], "none"), ("gelu", [], "tanh"), ("swish",), ("hardswish",),
+    ("hardtanh", [-0.5, 0.75]), ("leaky_relu", [0.25]), ("tanh",),
+)  # fmt: skip
 # Relative to the sum of magnitudes: float32 rounds each of a few additions and products.
 ROUNDING = 2.0**-21
 
