@@ -41,13 +41,10 @@ def test_one_family(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [
-        (BackendNotFoundError, LookupError),
-        (AnnotationConflictError, RuntimeError),
-        (errors.SelectorError, ValueError),
-        (errors.ConfigError, ValueError),
-        (NotExportedError, TypeError),
+        (BackendNotFoundError, LookupError), (AnnotationConflictError, RuntimeError),
+        (errors.SelectorError, ValueError), (errors.ConfigError, ValueError), (NotExportedError, TypeError),
     ],
-)
+)  # fmt: skip
 def test_they_are_caught_as_pythons_own_too(kind: Any, builtin: Any) -> None:
     assert issubclass(kind, builtin)
 

@@ -25,11 +25,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WEIGHTS_ONLY = {
-    "INT8WO_SYM": {},
-    "INT8WO_ASYM": {},
-    "INT4WO_SYM": {"group_size": 32},
-    "INT4WO_ASYM": {"group_size": 32},
-}
+    "INT8WO_SYM": {}, "INT8WO_ASYM": {}, "INT4WO_SYM": {"group_size": 32}, "INT4WO_ASYM": {"group_size": 32},
+}  # fmt: skip
 LEAST = {"INT8": 38.0, "INT4": 15.0}
 """dB, by the first letters of a mode."""
 

@@ -193,13 +193,10 @@ def test_integers_per_group(group: int, offset: int) -> None:
 NORMAL = randn(100_000, seed=1)
 UNIFORM = torch.rand(100_000, generator=torch.Generator().manual_seed(2)) - 0.5
 SHAPES = {
-    "normal": NORMAL,
-    "laplace": -UNIFORM.sign() * torch.log1p(-1.99999 * UNIFORM.abs()),
-    "heavy tail": NORMAL**3,
-    "one-sided": NORMAL.relu(),
-    "uniform": UNIFORM,
+    "normal": NORMAL, "laplace": -UNIFORM.sign() * torch.log1p(-1.99999 * UNIFORM.abs()),
+    "heavy tail": NORMAL**3, "one-sided": NORMAL.relu(), "uniform": UNIFORM,
     "one outlier": torch.cat([NORMAL, torch.tensor([60.0])]),
-}
+}  # fmt: skip
 
 
 def observed_sqnr(kind: Any, x: Tensor, bounds: str, scheme: Any, **arguments: Any) -> float:

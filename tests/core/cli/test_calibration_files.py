@@ -80,14 +80,11 @@ class TestSamples:
     @pytest.mark.parametrize(
         ("data", "name"),
         [
-            (SAMPLES, "a.pt"),
-            ({"input": SAMPLES}, "a.pt"),
-            ({"arg0": SAMPLES}, "a.pth"),
-            ({"input": SAMPLES}, "a.safetensors"),
-            ({"arg0": SAMPLES}, "a.SAFETENSORS"),
+            (SAMPLES, "a.pt"), ({"input": SAMPLES}, "a.pt"), ({"arg0": SAMPLES}, "a.pth"),
+            ({"input": SAMPLES}, "a.safetensors"), ({"arg0": SAMPLES}, "a.SAFETENSORS"),
         ],
         ids=["tensor", "dict", "dict by number", "safetensors", "safetensors by number"],
-    )
+    )  # fmt: skip
     def test_forms(self, tmp_path: Path, data: Any, name: str) -> None:
         if name.endswith("SAFETENSORS"):
             write(tmp_path, data, "a.safetensors").rename(tmp_path / name)
@@ -100,14 +97,11 @@ class TestSamples:
     @pytest.mark.parametrize(
         ("dynamic", "size", "expected", "left_out"),
         [
-            (False, None, [4, 4], 2),
-            (True, None, [4, 4, 2], 0),
-            (True, 3, [3, 3, 3], 1),
-            (True, 8, [8, 2], 0),
-            (True, 5, [5, 5], 0),
+            (False, None, [4, 4], 2), (True, None, [4, 4, 2], 0), (True, 3, [3, 3, 3], 1),
+            (True, 8, [8, 2], 0), (True, 5, [5, 5], 0),
         ],
         ids=["fixed", "smaller last one", "last one too small", "greatest", "even"],
-    )
+    )  # fmt: skip
     def test_cutting(
         self, tmp_path: Path, dynamic: bool, size: int | None, expected: list[int], left_out: int
     ) -> None:

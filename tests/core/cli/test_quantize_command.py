@@ -317,13 +317,10 @@ class TestCalibrate:
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
-            ((), "--merge"),
-            (("m.pt2",), "--config"),
-            (("m.pt2", *ALPHA), "--calibration"),
-            (("m.pt2", "--merge", "a.json"), "--merge"),
-            (("--merge", "a.json"), "a.json: No such file"),
+            ((), "--merge"), (("m.pt2",), "--config"), (("m.pt2", *ALPHA), "--calibration"),
+            (("m.pt2", "--merge", "a.json"), "--merge"), (("--merge", "a.json"), "a.json: No such file"),
         ],
-    )
+    )  # fmt: skip
     def test_refusals(self, arguments: tuple[str, ...], named: str, calibrate: Command) -> None:
         assert named in calibrate(*arguments, "--output", "seen.json", code=1).err
         assert not Path("seen.json").exists()

@@ -199,16 +199,13 @@ class TestObserving:
 @pytest.mark.parametrize(
     "made",
     [
-        FakeQuantize(**AFFINE),
-        FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
-        FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS),
-        LearnableFakeQuantize(ch_axis=1, **CHANNELS),
-        LearnableFakeQuantize(HistogramObserver, **AFFINE),
-        FakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(**AFFINE), FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
+        FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS), LearnableFakeQuantize(ch_axis=1, **CHANNELS),
+        LearnableFakeQuantize(HistogramObserver, **AFFINE), FakeQuantize(HistogramObserver, **AFFINE),
         FakeQuantize(PerChannelHistogramObserver, ch_axis=1, **CHANNELS),
     ],
     ids=lambda made: type(made).__name__,
-)
+)  # fmt: skip
 def test_a_state_is_loaded_into_one_that_saw_nothing(made: FakeQuantize) -> None:
     fresh = copy.deepcopy(made)
     x = randn(4, 5)

@@ -132,14 +132,11 @@ CHANNELS = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
 @pytest.mark.parametrize(
     ("result", "facts", "shape"),
     [
-        ((ONE, ZERO), {}, ()),
-        ((0.5, -128), {}, ()),
-        ((0.5, 127), {}, ()),
-        ((ONE.reshape(1), ZERO.reshape(1)), {}, ()),
-        ((ONE.expand(4), ZERO.expand(4)), CHANNELS, (4,)),
+        ((ONE, ZERO), {}, ()), ((0.5, -128), {}, ()), ((0.5, 127), {}, ()),
+        ((ONE.reshape(1), ZERO.reshape(1)), {}, ()), ((ONE.expand(4), ZERO.expand(4)), CHANNELS, (4,)),
     ],
     ids=["tensors", "the least", "the largest", "one number each", "per channel"],
-)
+)  # fmt: skip
 def test_what_a_function_may_return(
     result: Any, facts: dict[str, Any], shape: tuple[int, ...]
 ) -> None:

@@ -148,14 +148,11 @@ def test_chosen_values_are_those_of_inputs_or_zero(target: Any, call: Use) -> No
 @pytest.mark.parametrize(
     ("target", "call"),
     [
-        (aten.add.Tensor, BOTH),
-        (aten.gelu.default, FIRST),
-        (aten.mean.dim, lambda op, x, y: op(x, [1])),
-        (aten.neg.default, FIRST),
-        (aten.constant_pad_nd.default, lambda op, x, y: op(x, [1, 1], 0.3)),
+        (aten.add.Tensor, BOTH), (aten.gelu.default, FIRST), (aten.mean.dim, lambda op, x, y: op(x, [1])),
+        (aten.neg.default, FIRST), (aten.constant_pad_nd.default, lambda op, x, y: op(x, [1, 1], 0.3)),
     ],
     ids=["add", "gelu", "mean", "neg", "a pad that is no step"],
-)
+)  # fmt: skip
 def test_other_operators_do_not_commute(target: Any, call: Use) -> None:
     """The check can fail."""
     assert target not in SCALE_PRESERVING

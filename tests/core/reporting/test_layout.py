@@ -186,11 +186,8 @@ def test_modules_as_one() -> None:
 
 def test_a_module_that_is_called_twice_stands_twice() -> None:
     rows = (
-        row("a", module="m"),
-        row("b", "a", module="m"),
-        row("c", "b"),
-        row("d", "c", module="m"),
-    )
+        row("a", module="m"), row("b", "a", module="m"), row("c", "b"), row("d", "c", module="m"),
+    )  # fmt: skip
     level = graph(*rows)["levels"][0]
     assert [node["rows"] for node in level["nodes"]] == [[0, 2], [2, 3], [3, 4]]
     assert level["edges"] == [(0, 1), (1, 2)]

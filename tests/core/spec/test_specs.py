@@ -28,12 +28,9 @@ from torch import nn
 from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, Model, export, randn
 
 FACTS: dict[str, Any] = {
-    "dtype": torch.int8,
-    "observer_or_fake_quant_ctr": MinMaxObserver.with_args(eps=2**-12),
-    "quant_min": -128,
-    "quant_max": 127,
-    "qscheme": torch.per_tensor_affine,
-}
+    "dtype": torch.int8, "observer_or_fake_quant_ctr": MinMaxObserver.with_args(eps=2**-12),
+    "quant_min": -128, "quant_max": 127, "qscheme": torch.per_tensor_affine,
+}  # fmt: skip
 
 
 FLOAT_POINTS = torch.per_channel_affine_float_qparams
@@ -137,13 +134,10 @@ def test_specifications_compare_by_value() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        MinMaxObserver,
-        partial(HistogramObserver, "x", eps=2.0),
-        partial(MinMaxObserver, "y", eps=2.0),
-        partial(MinMaxObserver, "x", eps=3.0),
-        partial(MinMaxObserver, "x", eps=partial(int, 2)),
+        MinMaxObserver, partial(HistogramObserver, "x", eps=2.0), partial(MinMaxObserver, "y", eps=2.0),
+        partial(MinMaxObserver, "x", eps=3.0), partial(MinMaxObserver, "x", eps=partial(int, 2)),
     ],
-)
+)  # fmt: skip
 def test_estimated_in_the_same_way_is_by_the_same_function_with_the_same_arguments(
     other: Any,
 ) -> None:

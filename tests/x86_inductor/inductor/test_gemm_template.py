@@ -112,14 +112,11 @@ def test_how_many_rows_are_few(functions: tuple[str], most: int) -> None:
 
 
 COMPILED = {
-    "relu": (perceptron(), {}),
-    "hardswish": (perceptron(nn.Hardswish), {}),
-    "leaky_relu": (perceptron(nn.LeakyReLU), {}),
-    "relu6": (perceptron(nn.ReLU6), {}),
-    "tanh": (perceptron(nn.Tanh), {}),
-    "add": (skip(), {}),
+    "relu": (perceptron(), {}), "hardswish": (perceptron(nn.Hardswish), {}),
+    "leaky_relu": (perceptron(nn.LeakyReLU), {}), "relu6": (perceptron(nn.ReLU6), {}),
+    "tanh": (perceptron(nn.Tanh), {}), "add": (skip(), {}),
     "per token": (skip(), {"is_dynamic": True, "per_token": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", at_once(COMPILED, "add"))

@@ -205,12 +205,9 @@ def _as_fakes(call: tuple[Any, ...], mode: FakeTensorMode) -> list[Any]:
 
 
 SMALLER = [
-    ((2, 5), (3, 3), [0, 0], [1, 1]),
-    ((5, 1), (3, 3), [0, 0], [1, 1]),
-    ((4, 4), (3, 3), [0, 0], [1, 2]),
-    ((1, 9), (1, 5), [0, 0], [1, 3]),
-    ((1, 2), (5, 2), [1, 0], [1, 1]),
-]
+    ((2, 5), (3, 3), [0, 0], [1, 1]), ((5, 1), (3, 3), [0, 0], [1, 1]), ((4, 4), (3, 3), [0, 0], [1, 2]),
+    ((1, 9), (1, 5), [0, 0], [1, 3]), ((1, 2), (5, 2), [1, 0], [1, 1]),
+]  # fmt: skip
 """Images smaller than the kernel, where torch says that it can't be greater; one pixel less gave zeros."""
 CHANNELS = [(3, (4, 2, 3, 3), 1), (2, (4, 2, 3, 3), 2), (4, (5, 2, 3, 3), 2), (4, (4, 2, 3, 3), 0)]
 UNFIT: list[tuple[str, tuple[Any, ...], str]] = [

@@ -18,15 +18,10 @@ from tests.x86_inductor.small_models import assert_lowers_right, calls, converte
 
 IMAGE, SEQUENCE, ROWS = randn(2, 4, 9, 8), randn(2, 4, 9), randn(2, 3, 8)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
-    "hardswish": F.hardswish,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-}
+    "relu": F.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
+    "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+}  # fmt: skip
 QUANTIZE, DEQUANTIZE = (f"quantized_decomposed.{d}quantize_per_tensor" for d in ("", "de"))
 
 
