@@ -295,10 +295,6 @@ NEVER = moving("flip", FLIP, guard=lambda match: "not on a weekday")
 UNKNOWN_TARGET = {"torch": LINEAR.kernels["torch"], "moon": Kernel("lunar linear")}
 
 
-def with_relu(fault: str) -> Callable[[], Backend]:
-    return static(weighted("linear_relu", relu=True, fault=fault))
-
-
 def fails(test: str, make: Callable[[], Backend], message: str) -> Wrong:
     return Wrong(make, (f"test_{test}",), message)
 
@@ -308,6 +304,7 @@ UNDECLARED = linear(kernels=emitting(for_one_batch))
 FEW = {"static": replace(STATIC, input_activation=FEW_STEPS)}
 FLOAT64 = weighted("linear", relu=False, fault="float64")
 HALF = weighted("linear", relu=False, guard=None)
+NO_RELU = weighted("linear_relu", relu=True, fault="no relu")
 ON_DEVICE = replace(
     LINEAR, kernels={"device": LINEAR.kernels["torch"]}, modes=frozenset({"static"})
 )
@@ -327,7 +324,7 @@ WRONG = {
     "no zero point": fails("matches_reference", linear("no zero point"), ZERO_POINTS),
     "saturating sums": fails("matches_reference", linear("saturates"), "saturation"),
     "another dtype": fails("matches_reference", lambda: SoundBackend([FLOAT64]), "torch.float64"),
-    "no relu": fails("matches_reference_for_integers", with_relu("no relu"), ZERO_POINTS),
+    "no relu": fails("matches_reference_for_integers", static(NO_RELU), ZERO_POINTS),
     "wrong for one": fails("takes_other_shapes", linear("one in a batch"), "a batch of 1"),
     "wrong for a batch of matrices": fails("takes_other_shapes", linear("rank"), "dimension"),
     "sums of few bits": fails("takes_other_shapes", linear("few bits"), "4096"),

@@ -181,10 +181,6 @@ def test_a_quantized_model_is_smaller() -> None:
     assert record.bytes <= 0.30 * record.plan.float_bytes
 
 
-def _mapped(layer: Any, x: Tensor) -> Tensor:
-    return hop_map(layer, x)
-
-
 def _scanned(layer: Any, x: Tensor) -> Tensor:
     def step(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         return carried + 1, layer(row) + carried
@@ -196,7 +192,7 @@ def _mapped_twice(layer: Any, x: Tensor) -> Tensor:
     return hop_map(lambda rows: hop_map(layer, rows), x.reshape(5, 6, 8)).reshape(30, 8)
 
 
-@pytest.mark.parametrize("loop", [_mapped, _scanned, _mapped_twice])
+@pytest.mark.parametrize("loop", [hop_map, _scanned, _mapped_twice])
 def test_what_a_loop_runs_for_every_slice_counts_as_often(loop: Any) -> None:
     """One layer in a body, and one like it outside that sees all rows at once."""
     with torch.no_grad():  # with gradients, the export itself warns

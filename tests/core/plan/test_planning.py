@@ -73,12 +73,9 @@ def spec(point: str, what: Any, *references: str, implicit: bool = True) -> Poin
     if what == "share":
         what = SharedQuantizationSpec(places)  # type: ignore[arg-type]
     elif what == "derive":
-        what = DerivedQuantizationSpec(list(places), _first, torch.int32)  # type: ignore[arg-type]
+        first: Any = lambda observers: observers[0].calculate_qparams()  # noqa: E731
+        what = DerivedQuantizationSpec(list(places), first, torch.int32)  # type: ignore[arg-type]
     return PointSpec(at(point), what, places, implicit)
-
-
-def _first(observers: list[nn.Module]) -> Any:
-    return observers[0].calculate_qparams()  # type: ignore[operator]
 
 
 def claims(*specs: PointSpec, owner: str = "me") -> list[Claim]:

@@ -57,10 +57,6 @@ def _grown(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _halved(self: Any, x: Tensor) -> Tensor:
-    return torch.addmm(self.bias, x, self.weight.t(), alpha=0.5)
-
-
 FOLDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "rows": lambda self, x: F.linear(x, self.weight[:4], self.bias[:4]),
     "columns of the transpose": lambda self, x: F.linear(x[:, :4], self.weight.t()[:, 2:6]),
@@ -117,7 +113,7 @@ NOT_FOLDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "by chance": (lambda self, x: F.linear(x, F.dropout(self.weight, 0.5, True)), "weight"),
     "that changes": (_grown, "count"),
     "product of inputs": (lambda self, x: x @ x.t(), ""),
-    "addmm with a factor": (_halved, "alpha=0.5"),
+    "addmm with a factor": (lambda m, x: torch.addmm(m.bias, x, m.weight.t(), alpha=0.5), "alpha=0.5"),
     "addmm of rows": (lambda self, x: torch.addmm(x @ x.t() @ x, x, self.weight[:6]), ""),
 }  # fmt: skip
 

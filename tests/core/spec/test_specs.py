@@ -44,32 +44,25 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (1, 
 @pytest.mark.parametrize(
     ("facts", "change", "named"),
     [
-        (FACTS, {"quant_min": -129}, "quant_min=-129"),
-        (FACTS, {"quant_max": 128}, "quant_max=128"),
+        (FACTS, {"quant_min": -129}, "quant_min=-129"), (FACTS, {"quant_max": 128}, "quant_max=128"),
         (FACTS, {"quant_min": 5, "quant_max": 5}, "quant_min=5"),
-        (FACTS, {"dtype": torch.uint8}, "quant_min=-128"),
-        (FACTS, {"dtype": torch.float16}, "quant_min"),
+        (FACTS, {"dtype": torch.uint8}, "quant_min=-128"), (FACTS, {"dtype": torch.float16}, "quant_min"),
         (FACTS, {"dtype": torch.float64, "quant_min": None, "quant_max": None}, "float64"),
-        (FACTS, {"qscheme": torch.per_channel_symmetric}, "ch_axis"),
-        (FACTS, {"dtype": None}, "torch.int8"),
-        (FACTS, {"dtype": "int8"}, "torch.int8"),
-        (FACTS, {"dtype": torch.int64}, "dtype"),
+        (FACTS, {"qscheme": torch.per_channel_symmetric}, "ch_axis"), (FACTS, {"dtype": None}, "torch.int8"),
+        (FACTS, {"dtype": "int8"}, "torch.int8"), (FACTS, {"dtype": torch.int64}, "dtype"),
         (FACTS, {"dtype": torch.int4, "quant_min": -8, "quant_max": 7}, "int8"),
         (DYNAMIC_SYMMETRIC, {"quant_max": 127}, ""),  # a range without a middle
-        (IN_BLOCKS, {"block_size": ()}, "block_size"),
-        (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
-        (IN_BLOCKS, {"block_size": (0,)}, "block_size"),
-        (IN_BLOCKS, {"block_size": (4, -2)}, "block_size"),
+        (IN_BLOCKS, {"block_size": ()}, "block_size"), (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
+        (IN_BLOCKS, {"block_size": (0,)}, "block_size"), (IN_BLOCKS, {"block_size": (4, -2)}, "block_size"),
         (IN_BLOCKS, {"block_size": (2.0,)}, "block_size"),
         (IN_BLOCKS, {"qscheme": torch.per_tensor_affine}, "torch.per_tensor_affine"),
-        (IN_BLOCKS, {"qscheme": None}, "None"),
-        (IN_BLOCKS, {"is_dynamic": True}, "block_size"),
+        (IN_BLOCKS, {"qscheme": None}, "None"), (IN_BLOCKS, {"is_dynamic": True}, "block_size"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "quant_min": -8}, "int8"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": None, "ch_axis": 0}, ""),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "qscheme": FLOAT_POINTS}, ""),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_specifications(
     facts: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:

@@ -315,12 +315,9 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
 @pytest.mark.parametrize(
     ("block", "part"),
     [
-        (integers(-8, 7, 32, 64), 1 / 2),
-        (integers(-2, 1, 32, 64), 1 / 4),
-        (integers(127, 127, 1024), 1 / 4),
+        (integers(-8, 7, 32, 64), 1 / 2), (integers(-2, 1, 32, 64), 1 / 4), (integers(127, 127, 1024), 1 / 4),
         (integers(0, 15, 41, 41, dtype=torch.uint8), 1 / 2),
-        (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2),
-        (integers(-128, -125, 1025), 1 / 4),
+        (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2), (integers(-128, -125, 1025), 1 / 4),
         (integers(112, 127, 16, 8, 9), 1 / 2),
         (integers(-8, 8, 32, 64), 1),  # a value too many
         (integers(-127, 127, 32, 64), 1),
@@ -328,11 +325,10 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
         (integers(-8, 7, 32, 64, dtype=torch.int32), 1 / 8),
         (integers(2**62, 2**62 + 3, 1024, dtype=torch.int64), 1 / 32),
         (integers(-(2**15), 15 - 2**15, 1024, dtype=torch.int16), 1 / 4),
-        (torch.tensor([-(2**63), 2**63 - 1]).repeat(600), 1),
-        (torch.zeros(2000, dtype=torch.bool), 1),
+        (torch.tensor([-(2**63), 2**63 - 1]).repeat(600), 1), (torch.zeros(2000, dtype=torch.bool), 1),
         (torch.zeros(2000), 1),
     ],
-)
+)  # fmt: skip
 def test_what_fits_is_packed(block: Tensor, part: float) -> None:
     packed, stored = pack_bits({"block": block})
     assert stored["block"].nbytes == -(-block.nbytes * part // 1)
