@@ -280,8 +280,7 @@ class TestWrittenByUsers:
         assert torch.equal(ours.outputs[0], theirs.outputs[0])
         assert sqnr(program.module()(randn(4, 6)), theirs.outputs[0]) > 30
         concatenated = next(n for n in theirs.model.graph.nodes if n.target is aten.cat.default)
-        scales = {n.args[1] for n in (*concatenated.args[0], *concatenated.users)}
-        assert len(scales) == 1
+        assert len({n.args[1] for n in (*concatenated.args[0], *concatenated.users)}) == 1
         fixed = theirs.calls("dequantize_per_tensor")[-1].args[1:5]
         assert fixed == (1 / 256, 0, 0, 255)
         bias = next(n for n in theirs.calls("dequantize_per_channel") if n.args[-1] is torch.int32)

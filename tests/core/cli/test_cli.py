@@ -459,8 +459,7 @@ def test_a_full_disk_is_an_error_and_said_once() -> None:
 
 def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = run(*source("results.text('a \\u2500 b')"), env=ascii_only)
-    assert done.stdout == "a ? b\n"
+    assert run(*source("results.text('a \\u2500 b')"), env=ascii_only).stdout == "a ? b\n"
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("40", 40), ("", 100_000), ("no", 100_000)])

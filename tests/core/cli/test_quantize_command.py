@@ -141,8 +141,7 @@ class TestQuantize:
         assert row["owner"] == "alpha"
 
     def test_a_configuration(self, quantize: Command) -> None:
-        quantizer = qompose.compose("alpha")
-        text = json.dumps(quantizer.to_dict())
+        text = json.dumps(qompose.compose("alpha").to_dict())
         Path("q.json").write_text(text, encoding="utf-8-sig")  # as editors of Windows save it
         (row,) = json.loads(quantize("--config", "q.json", *DATA, "--json").out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")

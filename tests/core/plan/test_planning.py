@@ -439,8 +439,7 @@ MODELS = ("conv_bn_relu", "self_concatenation", "cond_shared_weight", "scan_cell
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_on_file(name: str, on_file: SnapshotAssertion) -> None:
-    prepared = prepare(by_name(name).export(), toy())
-    assert prepared.meta["qompose"].plan.to_dict() == on_file
+    assert prepare(by_name(name).export(), toy()).meta["qompose"].plan.to_dict() == on_file
 
 
 def test_text_has_a_line_for_each_fact() -> None:

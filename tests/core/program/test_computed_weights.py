@@ -43,8 +43,7 @@ def net(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 
 def quantized(model: nn.Module, *inputs: Tensor) -> tuple[qompose.Report, float]:
     """The report of a lowered model, and its decibels; the prepared one is checked against the exported."""
-    program = export(model, *inputs)
-    prepared = prepare(program, toy(LINEAR, rewrites=REWRITES))
+    prepared = prepare(export(model, *inputs), toy(LINEAR, rewrites=REWRITES))
     with torch.no_grad():
         torch.testing.assert_close(prepared(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
         lowered = qompose.lower(qompose.convert_pt2e(prepared))

@@ -124,8 +124,7 @@ def test_names_of_one_memory_stay_together(quantizer: qompose.Quantizer) -> None
     prepared = prepare(export(model, X), quantizer)
     with torch.no_grad():
         assert torch.equal(prepared(X), expected)
-        converted = qompose.convert_pt2e(prepared)
-        assert sqnr(expected, converted(X)) > 25
+        assert sqnr(expected, qompose.convert_pt2e(prepared)(X)) > 25
 
 
 def slice_of(m: Any, x: Tensor) -> Tensor:

@@ -187,8 +187,7 @@ def test_alike_specifications_on_both_sides_are_one_scale() -> None:
     targets = {target for target, _ in SIMPLE}
     prepared = prepare(export(moved(*SIMPLE), x, y), both_sides(targets))
     prepared(x, y)
-    converted = qompose.convert_pt2e(prepared)
-    moves = [n for n in converted.graph.nodes if n.target in targets]
+    moves = [n for n in qompose.convert_pt2e(prepared).graph.nodes if n.target in targets]
     assert {n.target for n in moves} == targets and len(moves) >= len(SIMPLE)
     for node in moves:
         quantized = {a.args[1:] for a in node.all_input_nodes if "dequantize" in a.name}

@@ -140,8 +140,7 @@ class TestAsStrictExport:
     def test_a_convolution_pads_itself(self) -> None:
         """Unlike strict export, which makes `pad` a convolution of its own that quantizers fail on."""
         model = nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), randn(1, 2, 6, 6)
-        strict = exported(*model, strict=True)
-        assert found(strict, nn.Conv2d)[0] == ("aten.pad.default",)
+        assert found(exported(*model, strict=True), nn.Conv2d)[0] == ("aten.pad.default",)
         default = sourced(*model)
         (partition,) = get_source_partitions(default.graph, [nn.Conv2d])[nn.Conv2d]
         assert [node.op for node in partition.input_nodes] == ["placeholder"]

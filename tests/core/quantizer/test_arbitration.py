@@ -260,5 +260,4 @@ def test_where_they_are_taken(function: Callable[[nn.Module, Tensor], Tensor], t
 
 
 def test_capabilities_say_so() -> None:
-    rows = toy(CLONE).quantization_capabilities()
-    assert rows.to_dict()[0]["carries"] is True
+    assert toy(CLONE).quantization_capabilities().to_dict()[0]["carries"] is True

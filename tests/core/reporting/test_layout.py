@@ -249,13 +249,11 @@ def test_without_products_the_look_is_that_of_most() -> None:
 def test_strange_inputs_do_no_harm() -> None:
     """Of data that was written by hand: unknown names, circles, operators that read themselves."""
     rows = (row("a", "b", "nowhere"), row("b", "a"), row("c", "c"), in_float("d", "a", "a"))
-    level = graph(*rows)["levels"][-1]
-    assert edges(level) == {("a", "b"), ("b", "a"), ("a", "d")}
+    assert edges(graph(*rows)["levels"][-1]) == {("a", "b"), ("b", "a"), ("a", "d")}
 
 
 def test_no_operators() -> None:
-    found = graph_of([], BORDERS)
-    assert [level["nodes"] for level in found["levels"]] == [[]]
+    assert [level["nodes"] for level in graph_of([], BORDERS)["levels"]] == [[]]
 
 
 def test_colours_are_of_ten_decibels_each_and_more_at_the_ends() -> None:

@@ -164,8 +164,7 @@ class TestCalls:
             serialized_type_name="tests.Box",
         )
 
-        loaded = stored(unquantized(Call(lambda x: Box(x + 1, "sum")), X), path)
-        result = loaded(X)
+        result = stored(unquantized(Call(lambda x: Box(x + 1, "sum")), X), path)(X)
         assert result.label == "sum" and torch.equal(result.value, X + 1)
         monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "tests.Box")
         pytree.treespec_loads.cache_clear()  # another process has not read the tree before

@@ -134,8 +134,7 @@ class TestPerToken:
         offsets = torch.tensor([0.0, offset, -offset])[torch.arange(x[..., :1].numel()) % 3]
         x = x + offsets.view(x[..., :1].shape) * x.abs().mean()
         exact, size = per_token_exactly(x, *constants, symmetric)
-        actual = OPS.linear_dynamic_per_token(x, *constants, symmetric)
-        assert_close(actual, exact, size)
+        assert_close(OPS.linear_dynamic_per_token(x, *constants, symmetric), exact, size)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_rows_do_not_depend_on_each_other(self, symmetric: bool) -> None:

@@ -177,8 +177,7 @@ def test_integers_go_from_one_product_to_the_next(name: str, restricted: bool) -
         first=nn.Conv2d(4, 4, 3, padding=1),
         second=nn.Conv2d(4, 4, 1),
     )
-    result = converted(model, IMAGE, reduce_range=restricted)
-    lowered = assert_lowers_right(result, IMAGE)
+    lowered = assert_lowers_right(converted(model, IMAGE, reduce_range=restricted), IMAGE)
     assert calls(lowered).count(QUANTIZE) == 1 and DEQUANTIZE not in calls(lowered)
 
 
@@ -194,8 +193,7 @@ def test_attention_stays_in_float() -> None:
     names = ("q", "k", "v", "out")
     result = converted(Model(attend, **{name: nn.Linear(8, 8) for name in names}), ROWS)
     assert set(rules(result).values()) == {"linear"}
-    lowered = assert_lowers_right(result, ROWS)
-    assert DEQUANTIZE not in calls(lowered)
+    assert DEQUANTIZE not in calls(assert_lowers_right(result, ROWS))
 
 
 def test_patches_behind_a_class_token_stay_in_float() -> None:
