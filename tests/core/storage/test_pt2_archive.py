@@ -259,14 +259,10 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("kind", "said"),
         [
-            ("artefact", "qompose report"),
-            ("safetensors", "safetensors"),
-            ("pickle", r"torch\.save wrote"),
-            ("zip", "zip"),
-            ("text", "zip"),
-            ("empty", "zip"),
+            ("artefact", "qompose report"), ("safetensors", "safetensors"), ("pickle", r"torch\.save wrote"),
+            ("zip", "zip"), ("text", "zip"), ("empty", "zip"),
         ],
-    )
+    )  # fmt: skip
     def test_other_files_are_named(self, tmp_path: Path, kind: str, said: str) -> None:
         path = tmp_path / "file.pt2"
         if kind == "artefact":
