@@ -17,13 +17,9 @@ from tests.pages import ROOT
 
 PUBLIC = [*docstrings.public()]
 NEVER = {  # what is read as an error, and cannot be raised
-    "qompose_embedding.get_default_embedding_quantization_config": {
-        "ConfigError"
-    },  # called rightly
-    "qompose.load": {
-        "ValueError"
-    },  # of a damaged file, which it catches and raises as ArtefactError
-}
+    "qompose_embedding.get_default_embedding_quantization_config": {"ConfigError"},  # called rightly
+    "qompose.load": {"ValueError"},  # of a damaged file, which it catches and raises as ArtefactError
+}  # fmt: skip
 
 
 def _on(page: str) -> list[str]:

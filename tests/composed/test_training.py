@@ -50,17 +50,12 @@ def images_model() -> Model:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "xnnpack": {},
-    "xnnpack, learned": {"fake_quantize": "learned"},
-    "xnnpack, dynamic": {"is_dynamic": True},
-    "xnnpack, groups": {"is_dynamic": True, "group_size": 32},
-    "xnnpack, weights": {"weight_only": True},
-    "x86": {},
-    "x86, learned": {"fake_quantize": "learned"},
-    "x86, dynamic": {"is_dynamic": True},
+    "xnnpack": {}, "xnnpack, learned": {"fake_quantize": "learned"}, "xnnpack, dynamic": {"is_dynamic": True},
+    "xnnpack, groups": {"is_dynamic": True, "group_size": 32}, "xnnpack, weights": {"weight_only": True},
+    "x86": {}, "x86, learned": {"fake_quantize": "learned"}, "x86, dynamic": {"is_dynamic": True},
     "x86, per token": {"is_dynamic": True, "per_token": True},
     "x86, groups": {"weight_only": True, "group_size": 32},
-}
+}  # fmt: skip
 
 
 def quantizer(name: str) -> Any:

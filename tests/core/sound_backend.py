@@ -149,27 +149,19 @@ def linears(act: Callable[[Tensor], Tensor], *operators: tuple[str, Any]) -> tup
 def weighted(name: str, *, relu: bool, fault: str = "", **facts: Any) -> Rule:
     act = (lambda x: x.relu()) if relu else (lambda x: x)
     known = {
-        "patterns": linears(act, *([("act", aten.relu.default)] if relu else [])),
-        "anchor": "op",
-        "weight": "weight",
-        "bias": "bias",
-        "modes": frozenset({"static", "dynamic", "weight-only"}),
-        "accepts": ACCEPTS,
-        "guard": float32,
+        "patterns": linears(act, *([("act", aten.relu.default)] if relu else [])), "anchor": "op",
+        "weight": "weight", "bias": "bias", "modes": frozenset({"static", "dynamic", "weight-only"}),
+        "accepts": ACCEPTS, "guard": float32,
         "kernels": {"torch": Kernel("sound.linear", Linear(relu=relu, fault=fault))},
-    }
+    }  # fmt: skip
     return Rule(name=name, **{**known, **facts})
 
 
 def moving(name: str, *patterns: OperatorPattern, **facts: Any) -> Rule:
     known = {
-        "patterns": patterns,
-        "activations": ("self",),
-        "shares": True,
-        "condition": "all",
-        "accepts": {"activation": ACTIVATION},
-        "kernels": {"torch": Kernel("moves integers", on_integers)},
-    }
+        "patterns": patterns, "activations": ("self",), "shares": True, "condition": "all",
+        "accepts": {"activation": ACTIVATION}, "kernels": {"torch": Kernel("moves integers", on_integers)},
+    }  # fmt: skip
     return Rule(name=name, **{**known, **facts})
 
 

@@ -51,13 +51,10 @@ def matmul(fault: str = "") -> Rule:
         )  # fmt: skip
 
     return Rule(
-        name="matmul",
-        patterns=(OperatorPattern((aten.matmul.default,)),),
-        activations=("self", "other"),
-        accepts={role: ACCEPTS[role] for role in ("activation", "output")},
-        guard=float32,
+        name="matmul", patterns=(OperatorPattern((aten.matmul.default,)),), activations=("self", "other"),
+        accepts={role: ACCEPTS[role] for role in ("activation", "output")}, guard=float32,
         kernels={"torch": Kernel("sound.matmul", emit)},
-    )
+    )  # fmt: skip
 
 
 @torch.library.custom_op("qompose_sound::conv1d", mutates_args=())
@@ -101,11 +98,6 @@ def conv(fault: str = "") -> Rule:
         (("op", aten.conv1d.default),),
     )
     return Rule(
-        name="conv1d",
-        patterns=(pattern,),
-        anchor="op",
-        weight="weight",
-        accepts=ACCEPTS,
-        guard=float32,
+        name="conv1d", patterns=(pattern,), anchor="op", weight="weight", accepts=ACCEPTS, guard=float32,
         kernels={"torch": Kernel("sound.conv1d", emit)},
-    )
+    )  # fmt: skip

@@ -41,13 +41,10 @@ def test_one_family(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [
-        (BackendNotFoundError, LookupError),
-        (AnnotationConflictError, RuntimeError),
-        (errors.SelectorError, ValueError),
-        (errors.ConfigError, ValueError),
-        (NotExportedError, TypeError),
+        (BackendNotFoundError, LookupError), (AnnotationConflictError, RuntimeError),
+        (errors.SelectorError, ValueError), (errors.ConfigError, ValueError), (NotExportedError, TypeError),
     ],
-)
+)  # fmt: skip
 def test_they_are_caught_as_pythons_own_too(kind: Any, builtin: Any) -> None:
     assert issubclass(kind, builtin)
 
@@ -71,14 +68,11 @@ def test_they_are_caught_as_pythons_own_too(kind: Any, builtin: Any) -> None:
             UncalibratedError(["x -> linear in head", "output of linear"]),
             {"tensors": ("x -> linear in head", "output of linear")},
         ),
-        (
-            BatchError(3, "it raises", "input"),
-            {"number": 3, "reason": "it raises", "what": "input"},
-        ),
+        (BatchError(3, "it raises", "input"), {"number": 3, "reason": "it raises", "what": "input"}),
         (InputError("x", "int", "float"), {"name": "x"}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
+)  # fmt: skip
 def test_attributes_are_in_the_message(error: Exception, facts: dict[str, Any]) -> None:
     assert {name: getattr(error, name) for name in facts} == facts
     for fact in facts.values():

@@ -295,10 +295,6 @@ NEVER = moving("flip", FLIP, guard=lambda match: "not on a weekday")
 UNKNOWN_TARGET = {"torch": LINEAR.kernels["torch"], "moon": Kernel("lunar linear")}
 
 
-def with_relu(fault: str) -> Callable[[], Backend]:
-    return static(weighted("linear_relu", relu=True, fault=fault))
-
-
 def fails(test: str, make: Callable[[], Backend], message: str) -> Wrong:
     return Wrong(make, (f"test_{test}",), message)
 
@@ -308,6 +304,7 @@ UNDECLARED = linear(kernels=emitting(for_one_batch))
 FEW = {"static": replace(STATIC, input_activation=FEW_STEPS)}
 FLOAT64 = weighted("linear", relu=False, fault="float64")
 HALF = weighted("linear", relu=False, guard=None)
+NO_RELU = weighted("linear_relu", relu=True, fault="no relu")
 ON_DEVICE = replace(
     LINEAR, kernels={"device": LINEAR.kernels["torch"]}, modes=frozenset({"static"})
 )
@@ -327,13 +324,11 @@ WRONG = {
     "no zero point": fails("matches_reference", linear("no zero point"), ZERO_POINTS),
     "saturating sums": fails("matches_reference", linear("saturates"), "saturation"),
     "another dtype": fails("matches_reference", lambda: SoundBackend([FLOAT64]), "torch.float64"),
-    "no relu": fails("matches_reference_for_integers", with_relu("no relu"), ZERO_POINTS),
+    "no relu": fails("matches_reference_for_integers", static(NO_RELU), ZERO_POINTS),
     "wrong for one": fails("takes_other_shapes", linear("one in a batch"), "a batch of 1"),
     "wrong for a batch of matrices": fails("takes_other_shapes", linear("rank"), "dimension"),
     "sums of few bits": fails("takes_other_shapes", linear("few bits"), "4096"),
-    "padding with the integer zero": fails(
-        "takes_other_literals", static(conv("pads zero")), "padding=[1]"
-    ),
+    "padding with the integer zero": fails("takes_other_literals", static(conv("pads zero")), "padding=[1]"),
     "no stride": fails("takes_other_literals", static(conv("stride")), "stride=[2]"),
     "no dilation": fails("takes_other_literals", static(conv("dilation")), "dilation=[2]"),
     "no groups": fails("takes_other_literals", static(conv("groups")), "groups=2"),
@@ -341,14 +336,10 @@ WRONG = {
     "a fake of other strides": fails("behaves", linear("fake strides"), "strides ["),
     "counting calls": fails("behaves", linear("counts"), "same outputs"),
     "a wrong fake": fails("behaves", linear(kernels=emitting(with_wrong_fake)), "fake tensors"),
-    "integers made floats again": fails(
-        "lowers", linear(kernels=emitting(again_in_float)), "aten.linear"
-    ),
+    "integers made floats again": fails("lowers", linear(kernels=emitting(again_in_float)), "aten.linear"),
     "never emitted": fails("lowers", linear(kernels=emitting(refuse)), "not today"),
     "an emit that crashes": fails("lowers", linear(kernels=emitting(crash)), "ZeroDivisionError"),
-    "an emit that computes in float": fails(
-        "lowers", linear(kernels=emitting(in_float)), "aten.linear"
-    ),
+    "an emit that computes in float": fails("lowers", linear(kernels=emitting(in_float)), "aten.linear"),
     "a target whose model cannot be called": fails(
         "lowers", lambda: SoundBackend([ON_DEVICE], configs=ONE, targets=(DEVICE,)), "called"
     ),
@@ -359,19 +350,13 @@ WRONG = {
         "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "a rule that can follow"
     ),
     "no quantizer": fails("loads", sound(LINEAR, configs=ONE, quantizer_class=int), "0"),
-    "a version of the future": fails(
-        "loads", sound(LINEAR, configs=ONE, api_version=99), "api_version = 99"
-    ),
+    "a version of the future": fails("loads", sound(LINEAR, configs=ONE, api_version=99), "api_version = 99"),
     "no name": fails("loads", sound(LINEAR, configs=ONE, name=""), "`name`"),
     "no example": fails("annotates", static(NEEDS_LITERAL), "dims"),
     "an example of something else": fails("annotates", static(ANOTHER_OPERATOR), "aten.permute"),
     "a guard that refuses its own example": fails("annotates", static(NEVER), "not on a weekday"),
-    "a guard that raises": fails(
-        "annotates", static(moving("flip", FLIP, guard=crash)), "ZeroDivisionError"
-    ),
-    "a shadowed rule": fails(
-        "annotates", static(LINEAR, LINEAR_RELU), "'linear_relu' before 'linear'"
-    ),
+    "a guard that raises": fails("annotates", static(moving("flip", FLIP, guard=crash)), "ZeroDivisionError"),
+    "a shadowed rule": fails("annotates", static(LINEAR, LINEAR_RELU), "'linear_relu' before 'linear'"),
     "few steps": fails("converts", sound(LINEAR, configs=FEW), "min_sqnr"),
     "writing to weights": fails("keeps_parameters", linear("writes weight"), "own_weight"),
     "writing to inputs": fails("leaves_inputs_alone", linear("writes"), "integers"),
@@ -399,23 +384,17 @@ WRONG = {
     "an availability that is no text": fails(
         "says_availability", sound(LINEAR, configs=ONE, availability=lambda: False), "False"
     ),
-    "two rules of one name": fails(
-        "has_rules", static(LINEAR, replace(MOVES, name="linear")), "linear"
-    ),
+    "two rules of one name": fails("has_rules", static(LINEAR, replace(MOVES, name="linear")), "linear"),
     "private imports": fails(
         "imports_public_names", lambda: PrivateBackend([LINEAR]), "qompose.program.graph"
     ),
     "printing": fails("works_cleanly", linear(kernels=emitting(noisily)), "lowering a linear"),
-    "a global setting": fails(
-        "works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"
-    ),
+    "a global setting": fails("works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"),
     "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
     "a refusal without reason beside another": fails(
         "composes", linear(kernels=emitting(speechless)), "an owner, or a reason"
     ),
-    "no kernel for what was loaded": fails(
-        "saves", linear(kernels=emitting(of_this_export)), "simulated"
-    ),
+    "no kernel for what was loaded": fails("saves", linear(kernels=emitting(of_this_export)), "simulated"),
     "coarse beside another": fails("composes", quantizer(Coarse, LINEAR_RELU, LINEAR), "min_sqnr"),
     "deaf to selectors": fails("most_specific_wins", quantizer(Stubborn), "set_module_name(None)"),
-}
+}  # fmt: skip

@@ -23,25 +23,16 @@ ONE_DIMENSION = (
 )
 
 REASONS = {
-    ("Embedding", "cnn"): NO_EMBEDDING,
-    ("Embedding", "encoder"): NO_EMBEDDING,
-    ("Embedding", "mlp"): FLOAT_ZERO_POINTS,
-    ("Cadence A16Conv", "mlp"): NO_CONVOLUTION,
-    ("Cadence A16Conv", "encoder"): NO_CONVOLUTION,
-    ("Cadence A16Matmul", ANY): NO_MATMUL,
-    ("Cadence W8A32", ANY): VECTORS,
-    ("Cadence RmsNormNop", ANY): NO_RMS_NORM,
-    ("Cadence Nop", ANY): BY_DESIGN,
-    ("X86Inductor dynamic", ANY): READERS,
-    ("XNNPACK dynamic", "encoder"): READERS,
-    ("XNNPACK dynamic 4-bit", "encoder"): READERS,
-    ("Vulkan dynamic", "encoder"): READERS,
-    ("OpenVINO INT8_SYM", "encoder"): ONE_DIMENSION,
-    ("OpenVINO INT8_MIXED", "encoder"): ONE_DIMENSION,
-    ("Samsung", ANY): GUARD,
-    ("MediaTek", ANY): GUARD,
+    ("Embedding", "cnn"): NO_EMBEDDING, ("Embedding", "encoder"): NO_EMBEDDING,
+    ("Embedding", "mlp"): FLOAT_ZERO_POINTS, ("Cadence A16Conv", "mlp"): NO_CONVOLUTION,
+    ("Cadence A16Conv", "encoder"): NO_CONVOLUTION, ("Cadence A16Matmul", ANY): NO_MATMUL,
+    ("Cadence W8A32", ANY): VECTORS, ("Cadence RmsNormNop", ANY): NO_RMS_NORM,
+    ("Cadence Nop", ANY): BY_DESIGN, ("X86Inductor dynamic", ANY): READERS,
+    ("XNNPACK dynamic", "encoder"): READERS, ("XNNPACK dynamic 4-bit", "encoder"): READERS,
+    ("Vulkan dynamic", "encoder"): READERS, ("OpenVINO INT8_SYM", "encoder"): ONE_DIMENSION,
+    ("OpenVINO INT8_MIXED", "encoder"): ONE_DIMENSION, ("Samsung", ANY): GUARD, ("MediaTek", ANY): GUARD,
     ("NXP", "mlp"): INTEGERS,
-}
+}  # fmt: skip
 
 
 def reason_for(name: str, kind: str) -> str:

@@ -25,11 +25,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WEIGHTS_ONLY = {
-    "INT8WO_SYM": {},
-    "INT8WO_ASYM": {},
-    "INT4WO_SYM": {"group_size": 32},
-    "INT4WO_ASYM": {"group_size": 32},
-}
+    "INT8WO_SYM": {}, "INT8WO_ASYM": {}, "INT4WO_SYM": {"group_size": 32}, "INT4WO_ASYM": {"group_size": 32},
+}  # fmt: skip
 LEAST = {"INT8": 38.0, "INT4": 15.0}
 """dB, by the first letters of a mode."""
 
@@ -80,8 +77,7 @@ class TestOpenVINO:
         with pytest.raises(IndexError, match="Dimension out of range"):
             by_torchao(this.export(), openvino(mode), *this.batches)
         ours = by_qompose(this.export(), openvino(mode), *this.batches)
-        scale = ours.model.state_dict()["first_norm.bias_scale"]
-        assert scale.shape == (32,)
+        assert ours.model.state_dict()["first_norm.bias_scale"].shape == (32,)
         assert sqnr(this.model(*this.batches[-1]), ours.outputs[0]) > 30
 
     def test_a_group_that_does_not_divide_the_channels(self) -> None:
@@ -102,8 +98,7 @@ class TestOpenVINO:
         x = this.batches[-1]
         ours = by_qompose(this.export(), openvino("INT8WO_ASYM"), *this.batches)
         assert torch.equal(copy.deepcopy(ours.model)(*x), ours.outputs[0])
-        again = torch.export.export(ours.model, x)
-        assert torch.equal(again.module()(*x), ours.outputs[0])
+        assert torch.equal(torch.export.export(ours.model, x).module()(*x), ours.outputs[0])
         assert all("FakeTensor" in type(n.meta["val"]).__name__ for n in observers_of(ours.model))
         with pytest.raises(
             qompose.errors.ArtefactError, match="call_module of asymmetric_weights_decomp"

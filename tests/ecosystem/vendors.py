@@ -13,13 +13,10 @@ import types
 from typing import Any
 
 MEDIATEK = (
-    "mtk_converter",
-    "mtk_converter.python",
-    "mtk_converter.python.converters",
-    "mtk_converter.python.converters.pytorch",
-    "mtk_converter.python.converters.pytorch.importer_v2",
+    "mtk_converter", "mtk_converter.python", "mtk_converter.python.converters",
+    "mtk_converter.python.converters.pytorch", "mtk_converter.python.converters.pytorch.importer_v2",
     "mtk_neuron",
-)
+)  # fmt: skip
 NXP = (
     "eiq_neutron_sdk",
     "eiq_neutron_sdk.neutron_converter",

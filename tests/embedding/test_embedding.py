@@ -85,14 +85,11 @@ def test_integer_arithmetic_before_a_lookup_stays() -> None:
 
 
 ROWS = {
-    "constant": torch.full((WIDTH,), 3.0),
-    "zero": torch.zeros(WIDTH),
-    "positive": torch.linspace(5.0, 6.0, WIDTH),
-    "negative": torch.linspace(-6.0, -5.0, WIDTH),
-    "small": torch.linspace(-1e-4, 1e-4, WIDTH),
-    "huge": torch.linspace(-1e6, 1e6, WIDTH),
+    "constant": torch.full((WIDTH,), 3.0), "zero": torch.zeros(WIDTH),
+    "positive": torch.linspace(5.0, 6.0, WIDTH), "negative": torch.linspace(-6.0, -5.0, WIDTH),
+    "small": torch.linspace(-1e-4, 1e-4, WIDTH), "huge": torch.linspace(-1e6, 1e6, WIDTH),
     "one outlier": torch.tensor([0.0] * (WIDTH - 1) + [100.0]),
-}
+}  # fmt: skip
 
 
 def test_each_row_has_a_range_of_its_own() -> None:

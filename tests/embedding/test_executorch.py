@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -134,3 +136,14 @@ def test_what_the_runtime_does_not_have_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(qompose.errors.TargetError, match=rf"rule {rule}\)"):
         qompose.lower(converted(model, inputs, config), "executorch")
+
+
+def test_without_executorch_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, name = (
+        importlib.import_module("executorch.exir.passes"),
+        "_quant_patterns_and_replacements",
+    )
+    monkeypatch.delattr(passes, name, raising=False)
+    monkeypatch.setitem(sys.modules, f"executorch.exir.passes.{name}", None)
+    with pytest.raises(qompose.errors.TargetError, match="pip install executorch"):
+        qompose.lower(converted(nn.Embedding(ROWS, 8), (IDS,), FORMS[0]), "executorch")

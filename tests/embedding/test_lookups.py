@@ -128,8 +128,7 @@ def test_several_lookups_share_one_table(bits: int, group_size: int | None) -> N
     lookups = Model(lambda m, a, b: (m.words(a), m.words(b), m.bag(b)), words=words, bag=bag)
     quantized = converted(lookups, inputs, config)
     lowered = qompose.lower(quantized, strict=True)
-    tables = [t for t in lowered.state_dict().values() if t.dtype is torch.uint8]
-    assert len(tables) == 1
+    assert len([t for t in lowered.state_dict().values() if t.dtype is torch.uint8]) == 1
     for actual, wanted in zip(lowered(*inputs), quantized(*inputs), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
@@ -142,8 +141,7 @@ def test_bytes_of_a_table(bits: int, group_size: int | None, bound: float) -> No
     model = nn.Embedding(1000, 128)
     ids = torch.randint(1000, (3,))
     config = get_embedding_quantization_config(bits, group_size=group_size)
-    lowered = qompose.lower(converted(model, (ids,), config))
-    report = qompose.report(lowered)
+    report = qompose.report(qompose.lower(converted(model, (ids,), config)))
     assert report.bytes_after <= bound * report.bytes_before
 
 

@@ -59,8 +59,7 @@ def test_digits_demo_fails_where_accuracy_is_lost(digits: ModuleType, checks: Mo
         digits.Result(engine, 0.984),
     ]
     console = Console(file=io.StringIO())
-    code = checks.verdict(digits.checks(results), console)
-    assert code == 1
+    assert checks.verdict(digits.checks(results), console) == 1
     assert console.file.getvalue().startswith("FAILED int8: ")
 
 

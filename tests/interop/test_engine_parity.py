@@ -209,18 +209,10 @@ LAYERS: dict[str, dict[Any, Callable[[Node], Any]]] = {
 }
 SIGMOID = {LINEAR: product(INT8, WEIGHT, INT8), aten.sigmoid.default: every(INT8, FIXED)}
 FANS = {
-    "all of one scale": {
-        LINEAR: product(INT8, WEIGHT, INT8),
-        MUL: every(INT8, INT8),
-        CAT: one_scale,
-    },
-    "readers of their own": {
-        LINEAR: product(INT8, WEIGHT),
-        MUL: every(UINT8, INT8),
-        CAT: one_scale,
-    },
+    "all of one scale": {LINEAR: product(INT8, WEIGHT, INT8), MUL: every(INT8, INT8), CAT: one_scale},
+    "readers of their own": {LINEAR: product(INT8, WEIGHT), MUL: every(UINT8, INT8), CAT: one_scale},
     "cat alone": {CAT: one_scale},
-}
+}  # fmt: skip
 IMAGES = {
     aten.conv2d.default: product(UINT8, WEIGHT), TRANSPOSED: product(INT8, WEIGHT_AXIS_1),
     RELU: every(None, INT8),

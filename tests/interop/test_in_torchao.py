@@ -68,15 +68,10 @@ COMPUTED = (
     "the operators on parameters alone are folded by torchao, and quantized at run time by us"
 )
 AT_ONCE = {
-    ("bottleneck", "xnnpack"),
-    ("vision_transformer", "x86"),
-    ("embedding_mlp", "embedding"),
-    ("embedding_mlp", "embedding+xnnpack"),
-    ("in_place", "x86+xnnpack"),
-    ("bottleneck", "torchao's x86"),
-    ("scalars", "executorch's xnnpack"),
-    ("embedding_mlp", "torchao's embedding+xnnpack"),
-}
+    ("bottleneck", "xnnpack"), ("vision_transformer", "x86"), ("embedding_mlp", "embedding"),
+    ("embedding_mlp", "embedding+xnnpack"), ("in_place", "x86+xnnpack"), ("bottleneck", "torchao's x86"),
+    ("scalars", "executorch's xnnpack"), ("embedding_mlp", "torchao's embedding+xnnpack"),
+}  # fmt: skip
 """Each quantizer once, and each model; the other pairs are more of the same."""
 OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
     ("vision_transformer", name): (1, 0, COMPUTED)
@@ -285,8 +280,7 @@ class TestWrittenByUsers:
         assert torch.equal(ours.outputs[0], theirs.outputs[0])
         assert sqnr(program.module()(randn(4, 6)), theirs.outputs[0]) > 30
         concatenated = next(n for n in theirs.model.graph.nodes if n.target is aten.cat.default)
-        scales = {n.args[1] for n in (*concatenated.args[0], *concatenated.users)}
-        assert len(scales) == 1
+        assert len({n.args[1] for n in (*concatenated.args[0], *concatenated.users)}) == 1
         fixed = theirs.calls("dequantize_per_tensor")[-1].args[1:5]
         assert fixed == (1 / 256, 0, 0, 255)
         bias = next(n for n in theirs.calls("dequantize_per_channel") if n.args[-1] is torch.int32)

@@ -36,14 +36,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def x86_in_training() -> Any:
-    config = get_default_x86_inductor_quantization_config(is_qat=True)
-    return X86InductorQuantizer().set_global(config)
-
-
 MEMBERS: dict[str, Callable[[], Any]] = {
     "x86": torchao_x86,
-    "x86 in training": x86_in_training,
+    "x86 in training": lambda: X86InductorQuantizer().set_global(
+        get_default_x86_inductor_quantization_config(is_qat=True)
+    ),
     "xnnpack": executorch_xnnpack,
     "cadence": CadenceDefaultQuantizer,
 }

@@ -42,16 +42,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 PEERS = {"torch": torch_observer, "torchao": torchao_observer}
 RANGES = {
-    "int8": (torch.int8, None, None),
-    "int8 given": (torch.int8, -128, 127),
-    "int8 narrow": (torch.int8, -127, 127),
-    "4 bits in int8": (torch.int8, -8, 7),
-    "uint8": (torch.uint8, None, None),
-    "uint8 given": (torch.uint8, 0, 255),
-    "uint8 reduced": (torch.uint8, 0, 127),
-    "int16": (torch.int16, None, None),
+    "int8": (torch.int8, None, None), "int8 given": (torch.int8, -128, 127),
+    "int8 narrow": (torch.int8, -127, 127), "4 bits in int8": (torch.int8, -8, 7),
+    "uint8": (torch.uint8, None, None), "uint8 given": (torch.uint8, 0, 255),
+    "uint8 reduced": (torch.uint8, 0, 127), "int16": (torch.int16, None, None),
     "int16 narrow": (torch.int16, -32767, 32767),
-}
+}  # fmt: skip
 TENSOR_SCHEMES = [torch.per_tensor_affine, torch.per_tensor_symmetric]
 CHANNEL_SCHEMES = [torch.per_channel_affine, torch.per_channel_symmetric]
 KINDS = {
@@ -197,13 +193,10 @@ def test_integers_per_group(group: int, offset: int) -> None:
 NORMAL = randn(100_000, seed=1)
 UNIFORM = torch.rand(100_000, generator=torch.Generator().manual_seed(2)) - 0.5
 SHAPES = {
-    "normal": NORMAL,
-    "laplace": -UNIFORM.sign() * torch.log1p(-1.99999 * UNIFORM.abs()),
-    "heavy tail": NORMAL**3,
-    "one-sided": NORMAL.relu(),
-    "uniform": UNIFORM,
+    "normal": NORMAL, "laplace": -UNIFORM.sign() * torch.log1p(-1.99999 * UNIFORM.abs()),
+    "heavy tail": NORMAL**3, "one-sided": NORMAL.relu(), "uniform": UNIFORM,
     "one outlier": torch.cat([NORMAL, torch.tensor([60.0])]),
-}
+}  # fmt: skip
 
 
 def observed_sqnr(kind: Any, x: Tensor, bounds: str, scheme: Any, **arguments: Any) -> float:

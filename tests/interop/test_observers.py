@@ -301,5 +301,4 @@ def test_in_a_body() -> None:
     integers = [t for t in found.model.state_dict().values() if t.dtype is torch.int8]
     assert len({tensor.data_ptr() for tensor in integers}) == 1, "stored once"
     assert "a.weight" not in found.model.state_dict()
-    again = torch.export.export(found.model, (x,))
-    assert torch.equal(again.module()(x), found.outputs[0])
+    assert torch.equal(torch.export.export(found.model, (x,)).module()(x), found.outputs[0])

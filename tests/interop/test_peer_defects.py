@@ -127,8 +127,7 @@ def test_their_quantizers_give_right_results_under_our_engine(
     with torch.no_grad():
         expected = tensors_of(model.export().module()(*inputs))
     result = by_qompose(model.export(), QUANTIZERS[quantizer](), inputs)
-    report = qompose.report(result.model)
-    assert report.count("simulated (Q/DQ)") > 0
+    assert qompose.report(result.model).count("simulated (Q/DQ)") > 0
     for one, other in zip(expected, result.outputs, strict=True):
         assert one.dtype == other.dtype
         assert sqnr(one, other) > least if one.is_floating_point() else torch.equal(one, other)

@@ -16,16 +16,10 @@ OPS = torch.ops.qompose_x86
 QUANTIZED = [torch.uint8, torch.int8]
 DTYPES = [*QUANTIZED, torch.float32]
 LINEAR_POST_OPS = [
-    ("none", [], "none"),
-    ("relu", [], "none"),
-    ("gelu", [], "none"),
-    ("gelu", [], "tanh"),
-    ("hardtanh", [-0.5, 1.5], "none"),
-    ("hardswish", [], "none"),
-    ("swish", [], "none"),
-    ("tanh", [], "none"),
+    ("none", [], "none"), ("relu", [], "none"), ("gelu", [], "none"), ("gelu", [], "tanh"),
+    ("hardtanh", [-0.5, 1.5], "none"), ("hardswish", [], "none"), ("swish", [], "none"), ("tanh", [], "none"),
     ("leaky_relu", [0.1], "none"),
-]
+]  # fmt: skip
 CONV_POST_OPS = [row for row in LINEAR_POST_OPS if "conv2d" in POST_OPS[row[0]].operators]
 MODEST = settings(max_examples=40, deadline=None)
 

@@ -136,25 +136,19 @@ class TestWhatExcludesWhat:
             ("fake_quantize", {"fake_quantize": "learned"}),
             ("learnd", {"is_qat": True, "fake_quantize": "learnd"}),
             ("weight_only", {**WEIGHT_ONLY, "is_dynamic": True}),
-            ("weight_only", {**WEIGHT_ONLY, "reduce_range": True}),
-            ("per_token=True", {"per_token": True}),
+            ("weight_only", {**WEIGHT_ONLY, "reduce_range": True}), ("per_token=True", {"per_token": True}),
             ("per_token=True", {"per_token": True, **WEIGHT_ONLY}),
             ("reduce_range", {"per_token": True, "is_dynamic": True, "reduce_range": True}),
-            ("group_size=32", {"group_size": 32}),
-            ("group_size=32", {"group_size": 32, "is_dynamic": True}),
-            ("48", {"group_size": 48, **WEIGHT_ONLY}),
-            ("widest", {**WEIGHT_ONLY, "range": "widest"}),
+            ("group_size=32", {"group_size": 32}), ("group_size=32", {"group_size": 32, "is_dynamic": True}),
+            ("48", {"group_size": 48, **WEIGHT_ONLY}), ("widest", {**WEIGHT_ONLY, "range": "widest"}),
             ("weight_range .*'widest'", {"weight_range": "widest"}),
             ("weight_range='mse'", {**WEIGHT_ONLY, "group_size": 32, "weight_range": "mse"}),
-            ("'neon'", {"isa": "neon"}),
-            ("avx2", {"isa": ["avx2"]}),
-            ("isa .*2", {"isa": 2}),
+            ("'neon'", {"isa": "neon"}), ("avx2", {"isa": ["avx2"]}), ("isa .*2", {"isa": 2}),
             ("group_size .*'32'", {**WEIGHT_ONLY, "group_size": "32"}),
             (r"group_size .*32\.0", {**WEIGHT_ONLY, "group_size": 32.0}),
-            (r"-8\.0", {"weight_qmin": -8.0, "weight_qmax": 7}),
-            ("'7'", {**WEIGHT_ONLY, "weight_qmax": "7"}),
+            (r"-8\.0", {"weight_qmin": -8.0, "weight_qmax": 7}), ("'7'", {**WEIGHT_ONLY, "weight_qmax": "7"}),
         ],
-    )
+    )  # fmt: skip
     def test_when_it_is_made(self, named: str, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=named):
             CONFIG(**options)

@@ -61,8 +61,7 @@ class TestNames:
             config = CONFIG(**options, weight_range=word)
             assert isinstance(config.weight, qompose.QuantizationSpec)
             maker = qompose.observers.weight_observer_for_range(word, per_channel=bool(options))
-            expected = maker.with_args(eps=2**-12)
-            assert config.weight.observer_or_fake_quant_ctr == expected
+            assert config.weight.observer_or_fake_quant_ctr == maker.with_args(eps=2**-12)
 
     def test_positions_are_those_of_executorch(self) -> None:
         assert CONFIG(True, False, True, -128, 127, -127, 127) == CONFIG(True, is_dynamic=True)
@@ -75,15 +74,12 @@ class TestWhatExcludesWhat:
             ("fake_quantize", {"fake_quantize": "learned"}),
             ("learnd", {"is_qat": True, "fake_quantize": "learnd"}),
             ("weight_only", {"weight_only": True, "is_dynamic": True}),
-            ("is_dynamic=True", {"group_size": 32}),
-            ("48", {"group_size": 48, "is_dynamic": True}),
+            ("is_dynamic=True", {"group_size": 32}), ("48", {"group_size": 48, "is_dynamic": True}),
             ("group_size .*'32'", {"group_size": "32", "is_dynamic": True}),
             (r"group_size .*32\.0", {"group_size": 32.0, "is_dynamic": True}),
             (r"act_qmin .*-128\.0", {"act_qmin": -128.0}),
-            ("is_per_channel .*'no'", {"is_per_channel": "no"}),
-            ("balance .*0", {"balance": 0}),
-            ("'smoothquant'.*'smooth_quant'", {"algorithms": ("smoothquant",)}),
-            ("algorithms", {"algorithms": 1}),
+            ("is_per_channel .*'no'", {"is_per_channel": "no"}), ("balance .*0", {"balance": 0}),
+            ("'smoothquant'.*'smooth_quant'", {"algorithms": ("smoothquant",)}), ("algorithms", {"algorithms": 1}),
             ("bias_correction", {"algorithms": ("bias_correction",), "weight_only": True}),
             ("equalization", {"algorithms": ("equalization",), "is_qat": True}),
             ("per_token=False", {"per_token": False}),
@@ -93,7 +89,7 @@ class TestWhatExcludesWhat:
             ("act_qmin=-127", {"weight_only": True, "act_qmin": -127}),
             ("act_qmax=63, range='mse'", {"weight_only": True, "act_qmax": 63, "range": "mse"}),
         ],
-    )
+    )  # fmt: skip
     def test_when_it_is_made(self, named: str, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=named):
             CONFIG(**options)
@@ -162,6 +158,18 @@ class TestMixed:
         y = lowered(x) if target == "torch" else lowered.run(x)
         assert sqnr(quantized(x), y) > 40
         assert sqnr(model(x), y) > 15
+
+    def test_of_open_sizes_several_are_read_when_the_program_runs(self) -> None:
+        pytest.importorskip("executorch")
+        quantizer = XNNPACKQuantizer().set_global(CONFIG(True, weight_only=True))
+        sizes = ({0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", max=8)},)
+        exported = torch.export.export(
+            nn.Linear(64, 8), (torch.randn(2, 5, 64),), dynamic_shapes=sizes
+        )
+        quantized = qompose.convert_pt2e(qompose.prepare_pt2e(exported, quantizer))
+        program = qompose.lower(quantized, target="executorch")
+        x = torch.randn(3, 4, 64)
+        assert sqnr(quantized(x), program.run(x)) > 40
 
     @pytest.mark.parametrize(
         ("rows", "states"),

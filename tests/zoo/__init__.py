@@ -29,19 +29,10 @@ from .networks_scenes import images, tokens
 __all__ = ["NETWORKS", "ZOO", "ZooModel", "by_name", "images", "network", "tagged", "tokens"]
 
 ZOO: tuple[ZooModel, ...] = (
-    *convolutional.MODELS,
-    *dense_prediction.MODELS,
-    *signals.MODELS,
-    *sequence.MODELS,
-    *attention.MODELS,
-    *tabular.MODELS,
-    *topologies.MODELS,
-    *weights.MODELS,
-    *signatures.MODELS,
-    *control_flow.MODELS,
-    *transformers_family.MODELS,
-    *transformers_signals.MODELS,
-)
+    *convolutional.MODELS, *dense_prediction.MODELS, *signals.MODELS, *sequence.MODELS, *attention.MODELS,
+    *tabular.MODELS, *topologies.MODELS, *weights.MODELS, *signatures.MODELS, *control_flow.MODELS,
+    *transformers_family.MODELS, *transformers_signals.MODELS,
+)  # fmt: skip
 
 
 def by_name(name: str) -> ZooModel:

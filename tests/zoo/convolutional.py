@@ -290,34 +290,20 @@ MODELS: tuple[ZooModel, ...] = (
     _net("resnext", lambda: nn.Sequential(conv_bn(3, 16), bottleneck(16, 4)), "bn", "residual"),
     _net("mobilenet_v2", mobilenet_v2, "bn", "residual", "depthwise"),
     _net("mobilenet_v3", mobilenet_v3, "bn", "residual", "depthwise"),
-    _net(
-        "depthwise_separable",
-        lambda: nn.Sequential(conv_bn(3, 3, groups=3), conv_bn(3, 8, 1), classifier(8)),
-        "bn",
-        "depthwise",
-    ),
-    _net(
-        "convnext",
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), conv_next_block(), classifier(8)),
-        "residual",
-        "depthwise",
-    ),
+    _net("depthwise_separable",
+         lambda: nn.Sequential(conv_bn(3, 3, groups=3), conv_bn(3, 8, 1), classifier(8)), "bn", "depthwise"),
+    _net("convnext", lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), conv_next_block(), classifier(8)),
+         "residual", "depthwise"),
     _net("unet", u_net, "bn", "cat", "transposed"),
     _net("inception", inception, "bn", "cat"),
     _net("densenet", dense_net, "bn", "cat"),
-    _net(
-        "shufflenet", lambda: nn.Sequential(conv_bn(3, 8), shuffle_unit()), "bn", "cat", "depthwise"
-    ),
+    _net("shufflenet", lambda: nn.Sequential(conv_bn(3, 8), shuffle_unit()), "bn", "cat", "depthwise"),
     _net("pyramid_detector", pyramid_detector, "bn", "cat", "multi_output", "shared"),
     _net("dilated_context", dilated_context),
     _net("super_resolution", super_resolution),
     zoo_model("conv_activations", activations, floats(2, 4, 8, 8), tags={"conv", "inplace"}),
-    zoo_model(
-        "transposed_conv_bn",
-        transposed_conv_bn,
-        floats(2, 4, 6, 6),
-        tags={"conv", "bn", "transposed"},
-    ),
+    zoo_model("transposed_conv_bn", transposed_conv_bn, floats(2, 4, 6, 6),
+              tags={"conv", "bn", "transposed"}),
     zoo_model("conv1d", conv1d, floats(2, 2, 32), tags={"conv", "bn", "depthwise"}),
     zoo_model("conv3d", conv3d, floats(2, 1, 4, 8, 8), tags={"conv", "bn"}),
-)
+)  # fmt: skip

@@ -94,13 +94,9 @@ _FAMILIES: dict[str, _Family] = {
     "resnet50": _convolutional(resnet50),
     "mobilenet_v2": _convolutional(mobilenet_v2, "depthwise"),
     "mobilenet_v3_large": _convolutional(mobilenet_v3_large, "depthwise"),
-    "vit_b_16": _Family(
-        make=_vit, draw=_pixels, size=224, layers=12, tags=_TEXT | {"conv", "image"}
-    ),
-    "bert_base": _Family(
-        make=_bert, draw=_words, size=128, layers=12, tags=_TEXT | {"embedding", "text"}
-    ),
-}
+    "vit_b_16": _Family(make=_vit, draw=_pixels, size=224, layers=12, tags=_TEXT | {"conv", "image"}),
+    "bert_base": _Family(make=_bert, draw=_words, size=128, layers=12, tags=_TEXT | {"embedding", "text"}),
+}  # fmt: skip
 
 
 def network(

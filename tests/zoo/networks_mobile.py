@@ -20,33 +20,17 @@ HARDSWISH = partial(nn.Hardswish, inplace=True)
 
 # expansion, outputs, repeats, stride of the first
 V2 = (
-    (1, 16, 1, 1),
-    (6, 24, 2, 2),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-)
+    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+)  # fmt: skip
 
 # kernel, expanded width, outputs, squeeze and excite, activation, stride
 V3_LARGE = (
-    (3, 16, 16, False, RELU, 1),
-    (3, 64, 24, False, RELU, 2),
-    (3, 72, 24, False, RELU, 1),
-    (5, 72, 40, True, RELU, 2),
-    (5, 120, 40, True, RELU, 1),
-    (5, 120, 40, True, RELU, 1),
-    (3, 240, 80, False, HARDSWISH, 2),
-    (3, 200, 80, False, HARDSWISH, 1),
-    (3, 184, 80, False, HARDSWISH, 1),
-    (3, 184, 80, False, HARDSWISH, 1),
-    (3, 480, 112, True, HARDSWISH, 1),
-    (3, 672, 112, True, HARDSWISH, 1),
-    (5, 672, 160, True, HARDSWISH, 2),
-    (5, 960, 160, True, HARDSWISH, 1),
-    (5, 960, 160, True, HARDSWISH, 1),
-)
+    (3, 16, 16, False, RELU, 1), (3, 64, 24, False, RELU, 2), (3, 72, 24, False, RELU, 1),
+    (5, 72, 40, True, RELU, 2), (5, 120, 40, True, RELU, 1), (5, 120, 40, True, RELU, 1),
+    (3, 240, 80, False, HARDSWISH, 2), (3, 200, 80, False, HARDSWISH, 1), (3, 184, 80, False, HARDSWISH, 1),
+    (3, 184, 80, False, HARDSWISH, 1), (3, 480, 112, True, HARDSWISH, 1), (3, 672, 112, True, HARDSWISH, 1),
+    (5, 672, 160, True, HARDSWISH, 2), (5, 960, 160, True, HARDSWISH, 1), (5, 960, 160, True, HARDSWISH, 1),
+)  # fmt: skip
 
 
 class SqueezeExcitation(nn.Module):

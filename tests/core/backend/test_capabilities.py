@@ -129,15 +129,11 @@ class TestFilter:
     @pytest.mark.parametrize(
         ("facts", "left"),
         [
-            ({"mode": "dynamic"}, 3),
-            ({"pattern": "linear", "mode": "static"}, 1),
-            ({"target": "torch"}, 5),
-            ({"target": "nowhere"}, 0),
-            ({"shares": True}, 2),
-            ({"weight": None}, 4),
+            ({"mode": "dynamic"}, 3), ({"pattern": "linear", "mode": "static"}, 1), ({"target": "torch"}, 5),
+            ({"target": "nowhere"}, 0), ({"shares": True}, 2), ({"weight": None}, 4),
             ({"granularity": "per-channel"}, 3),
         ],
-    )
+    )  # fmt: skip
     def test_by_facts(self, facts: dict[str, Any], left: int) -> None:
         found = self.rows.filter(**facts)
         assert isinstance(found, Capabilities)
@@ -159,24 +155,19 @@ class TestFilter:
 
 FUSED = toy(CONV_ADD_RELU, CONV_RELU, LINEAR_RELU, LINEAR, SIGMOID).quantization_capabilities()
 YES: dict[str, tuple[Any, str]] = {
-    "a rule's name": ("conv_relu", "conv_relu"),
-    "operators in a drawing": ("conv2d -> relu", "conv_relu"),
-    "spaces in a drawing": (" conv2d  ->relu ", "conv_relu"),
-    "modules": ((nn.Conv2d, nn.ReLU), "conv_relu"),
-    "a list": ([nn.Conv2d, nn.ReLU], "conv_relu"),
-    "functionals": ((F.conv2d, F.relu), "conv_relu"),
+    "a rule's name": ("conv_relu", "conv_relu"), "operators in a drawing": ("conv2d -> relu", "conv_relu"),
+    "spaces in a drawing": (" conv2d  ->relu ", "conv_relu"), "modules": ((nn.Conv2d, nn.ReLU), "conv_relu"),
+    "a list": ([nn.Conv2d, nn.ReLU], "conv_relu"), "functionals": ((F.conv2d, F.relu), "conv_relu"),
     "packets": ((aten.conv2d, aten.relu), "conv_relu"),
     "overloads": ((aten.conv2d.default, aten.relu.default), "conv_relu"),
-    "all kinds": ((nn.Conv2d, torch.add, aten.relu), "conv_add_relu"),
-    "one module": (nn.Linear, "linear"),
-    "one function": (torch.sigmoid, "sigmoid"),
-    "one operator": (aten.linear.default, "linear"),
+    "all kinds": ((nn.Conv2d, torch.add, aten.relu), "conv_add_relu"), "one module": (nn.Linear, "linear"),
+    "one function": (torch.sigmoid, "sigmoid"), "one operator": (aten.linear.default, "linear"),
     "an operator's name": ("aten.linear", "linear"),
     "a batch norm between": ((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), "conv_relu"),
     "a batch norm between functionals": ((F.conv2d, F.batch_norm, F.relu), "conv_relu"),
     "a batch norm behind": ((nn.Linear, nn.BatchNorm1d), "linear"),
     "a batch norm in a drawing": ("conv2d -> batch_norm -> relu", "conv_relu"),
-}
+}  # fmt: skip
 NO: dict[str, tuple[Any, str]] = {
     "no such rule": ("conv_rel", "'conv_relu'"),
     "no such operator": (nn.Hardswish, "Hardswish"),

@@ -119,13 +119,10 @@ class TestRestriction:
     @pytest.mark.parametrize(
         ("value", "left", "unknown"),
         [
-            (None, ["a", "b"], []),
-            ("a", ["a"], []),
-            (" b , a ", ["a", "b"], []),
-            ("", [], []),
+            (None, ["a", "b"], []), ("a", ["a"], []), (" b , a ", ["a", "b"], []), ("", [], []),
             ("a,ghost, spook", ["a"], ["ghost", "spook"]),
         ],
-    )
+    )  # fmt: skip
     def test_of_the_list(
         self, install: Install, monkeypatch: pytest.MonkeyPatch, value: Any, left: Any, unknown: Any
     ) -> None:

@@ -76,8 +76,7 @@ class TestWhatThereIs:
         result, _ = lowered(emit_linear)
         (node,) = nodes_calling(result, "linear")
         assert node.target is torch.ops.qompose_region_tests.linear.default
-        again = torch.export.export(result, (X,)).module()
-        assert torch.equal(again(X), result(X))
+        assert torch.equal(torch.export.export(result, (X,)).module()(X), result(X))
 
     def test_output_that_is_wanted_in_float(self) -> None:
         """The region stays as it is, and the report says why."""

@@ -80,14 +80,11 @@ class TestSamples:
     @pytest.mark.parametrize(
         ("data", "name"),
         [
-            (SAMPLES, "a.pt"),
-            ({"input": SAMPLES}, "a.pt"),
-            ({"arg0": SAMPLES}, "a.pth"),
-            ({"input": SAMPLES}, "a.safetensors"),
-            ({"arg0": SAMPLES}, "a.SAFETENSORS"),
+            (SAMPLES, "a.pt"), ({"input": SAMPLES}, "a.pt"), ({"arg0": SAMPLES}, "a.pth"),
+            ({"input": SAMPLES}, "a.safetensors"), ({"arg0": SAMPLES}, "a.SAFETENSORS"),
         ],
         ids=["tensor", "dict", "dict by number", "safetensors", "safetensors by number"],
-    )
+    )  # fmt: skip
     def test_forms(self, tmp_path: Path, data: Any, name: str) -> None:
         if name.endswith("SAFETENSORS"):
             write(tmp_path, data, "a.safetensors").rename(tmp_path / name)
@@ -100,14 +97,11 @@ class TestSamples:
     @pytest.mark.parametrize(
         ("dynamic", "size", "expected", "left_out"),
         [
-            (False, None, [4, 4], 2),
-            (True, None, [4, 4, 2], 0),
-            (True, 3, [3, 3, 3], 1),
-            (True, 8, [8, 2], 0),
-            (True, 5, [5, 5], 0),
+            (False, None, [4, 4], 2), (True, None, [4, 4, 2], 0), (True, 3, [3, 3, 3], 1),
+            (True, 8, [8, 2], 0), (True, 5, [5, 5], 0),
         ],
         ids=["fixed", "smaller last one", "last one too small", "greatest", "even"],
-    )
+    )  # fmt: skip
     def test_cutting(
         self, tmp_path: Path, dynamic: bool, size: int | None, expected: list[int], left_out: int
     ) -> None:
@@ -230,17 +224,12 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("value", "named"),
         [
-            (randn(2, 3), None),
-            (randn(64, 3), None),
-            (randn(65, 3), "float32[65, 3]"),
-            (randn(1, 3), "float32[1, 3]"),
-            (randn(2, 4), "float32[2, 4]"),
-            (randn(2, 3, 1), "float32[2, 3, 1]"),
-            (randn(2, 3).double(), "float64[2, 3]"),
-            (3, "int"),
+            (randn(2, 3), None), (randn(64, 3), None), (randn(65, 3), "float32[65, 3]"),
+            (randn(1, 3), "float32[1, 3]"), (randn(2, 4), "float32[2, 4]"),
+            (randn(2, 3, 1), "float32[2, 3, 1]"), (randn(2, 3).double(), "float64[2, 3]"), (3, "int"),
         ],
         ids=["least", "most", "too many", "too few", "other size", "other rank", "dtype", "type"],
-    )
+    )  # fmt: skip
     def test_objection(self, value: object, named: str | None) -> None:
         objection = mixed_inputs().tensors[0].objection(value)
         assert objection is None if named is None else named in (objection or "")

@@ -93,8 +93,7 @@ def test_each_has_its_row(checked: subprocess.CompletedProcess[str], plugin: Plu
 
 def test_what_a_plugin_prints_is_not_taken_for_its_row(tmp_path: Path) -> None:
     """Nor does a warning at import make it a broken one."""
-    variables = {**environment(tmp_path), "QOMPOSE_PLUGINS": "noisy"}
-    done = run(*command(), env=variables)
+    done = run(*command(), env={**environment(tmp_path), "QOMPOSE_PLUGINS": "noisy"})
     (row,) = json.loads(done.stdout)
     assert (row["status"], row["problem"], done.returncode) == ("usable", None, 0)
 

@@ -69,27 +69,16 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("line", "named"),
         [
-            ("", "COMMAND"),
-            ("--traceback", "COMMAND"),
-            ("bakends", "'bakends'"),
-            ("backends --chekc", "--chekc"),
-            ("--what backends", "--what"),
-            ("backends extra", "extra"),
-            ("backends --js", "--js"),
-            ("report", "FILE"),
-            ("report f --json --markdown", "--json"),
-            ("quantize m.pt2", "--backend --config"),
-            ("quantize m.pt2 --backend a --config b", "--backend"),
-            ("quantize m --backend a --batches 0", "'0'"),
-            ("quantize m --backend a --on-conflict x", "'x'"),
-            ("capabilities --mode fast", "'fast'"),
-            ("backends --timeout 0", "'0'"),
-            ("backends --timeout=-1", "'-1'"),
-            ("backends --timeout inf", "'inf'"),
-            ("backends --timeout nan", "'nan'"),
-            ("backends --timeout soon", "'soon'"),
+            ("", "COMMAND"), ("--traceback", "COMMAND"), ("bakends", "'bakends'"),
+            ("backends --chekc", "--chekc"), ("--what backends", "--what"), ("backends extra", "extra"),
+            ("backends --js", "--js"), ("report", "FILE"), ("report f --json --markdown", "--json"),
+            ("quantize m.pt2", "--backend --config"), ("quantize m.pt2 --backend a --config b", "--backend"),
+            ("quantize m --backend a --batches 0", "'0'"), ("quantize m --backend a --on-conflict x", "'x'"),
+            ("capabilities --mode fast", "'fast'"), ("backends --timeout 0", "'0'"),
+            ("backends --timeout=-1", "'-1'"), ("backends --timeout inf", "'inf'"),
+            ("backends --timeout nan", "'nan'"), ("backends --timeout soon", "'soon'"),
         ],
-    )
+    )  # fmt: skip
     def test_wrong(self, line: str, named: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as caught:
             main.main(line.split())
@@ -470,8 +459,7 @@ def test_a_full_disk_is_an_error_and_said_once() -> None:
 
 def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = run(*source("results.text('a \\u2500 b')"), env=ascii_only)
-    assert done.stdout == "a ? b\n"
+    assert run(*source("results.text('a \\u2500 b')"), env=ascii_only).stdout == "a ? b\n"
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("40", 40), ("", 100_000), ("no", 100_000)])

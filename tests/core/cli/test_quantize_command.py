@@ -141,8 +141,7 @@ class TestQuantize:
         assert row["owner"] == "alpha"
 
     def test_a_configuration(self, quantize: Command) -> None:
-        quantizer = qompose.compose("alpha")
-        text = json.dumps(quantizer.to_dict())
+        text = json.dumps(qompose.compose("alpha").to_dict())
         Path("q.json").write_text(text, encoding="utf-8-sig")  # as editors of Windows save it
         (row,) = json.loads(quantize("--config", "q.json", *DATA, "--json").out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")
@@ -317,13 +316,10 @@ class TestCalibrate:
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
-            ((), "--merge"),
-            (("m.pt2",), "--config"),
-            (("m.pt2", *ALPHA), "--calibration"),
-            (("m.pt2", "--merge", "a.json"), "--merge"),
-            (("--merge", "a.json"), "a.json: No such file"),
+            ((), "--merge"), (("m.pt2",), "--config"), (("m.pt2", *ALPHA), "--calibration"),
+            (("m.pt2", "--merge", "a.json"), "--merge"), (("--merge", "a.json"), "a.json: No such file"),
         ],
-    )
+    )  # fmt: skip
     def test_refusals(self, arguments: tuple[str, ...], named: str, calibrate: Command) -> None:
         assert named in calibrate(*arguments, "--output", "seen.json", code=1).err
         assert not Path("seen.json").exists()

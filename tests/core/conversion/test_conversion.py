@@ -151,8 +151,7 @@ def test_parameters_of_one_range_keep_integers_of_their_own() -> None:
             annotate(node, {node.args[1]: asked})
 
     model = seeded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    converted = convert(export(model, X), Annotator(shared), X)
-    assert sqnr(model(X), converted(X)) > 25
+    assert sqnr(model(X), convert(export(model, X), Annotator(shared), X)(X)) > 25
 
 
 def test_more_data_after_a_conversion_counts_in_the_next(model: nn.Module) -> None:
@@ -192,8 +191,7 @@ def test_uncalibrated_tensors_are_listed_with_their_modules() -> None:
 
 def test_uncalibrated_regions_may_stay_in_float() -> None:
     model = two_inputs()
-    program = any_rows(model)
-    converted = convert(program, toy(LINEAR), X, X[:0], allow_uncalibrated=True)
+    converted = convert(any_rows(model), toy(LINEAR), X, X[:0], allow_uncalibrated=True)
     expected, actual = model(X, X), converted(X, X)
     assert torch.equal(expected[1], actual[1])
     assert 30 < sqnr(expected[0], actual[0]) < 80
@@ -567,14 +565,10 @@ EPS = 2.0**-10
 @pytest.mark.parametrize(
     ("scale", "largest", "values", "lines"),
     [
-        (1.0, 100.0, 64, 0),
-        (1.0, 100.0, 63, 1),
-        (1000.0, 100.0, 64, 0),
-        (1001.0, 100.0, 64, 1),
-        (EPS, 127 * EPS, 64, 0),
-        (EPS, 126 * EPS, 63, 2),
+        (1.0, 100.0, 64, 0), (1.0, 100.0, 63, 1), (1000.0, 100.0, 64, 0), (1001.0, 100.0, 64, 1),
+        (EPS, 127 * EPS, 64, 0), (EPS, 126 * EPS, 63, 2),
     ],
-)
+)  # fmt: skip
 def test_what_looks_wrong_though_it_can_be_used(
     scale: float, largest: float, values: int, lines: int
 ) -> None:

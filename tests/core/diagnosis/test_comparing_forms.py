@@ -244,5 +244,4 @@ def test_a_number_in_a_body_is_paired() -> None:
     prepared = qompose.calibrate(
         qompose.prepare_pt2e(program, toy(LINEAR, ADD, rewrites=(SCALAR_TO_TENSOR,))), batches
     )
-    found = qompose.compare(program, qompose.convert_pt2e(prepared), batches)
-    assert not found.unpaired
+    assert not qompose.compare(program, qompose.convert_pt2e(prepared), batches).unpaired

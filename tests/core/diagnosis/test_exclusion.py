@@ -130,8 +130,7 @@ def test_members_without_selectors_are_not_heard() -> None:
         found.quantizer,
         found.apply(qompose.compose(annotator(), toy(config=PER_TENSOR))),
     ):
-        report = qompose.report(prepare(PROGRAM, chosen))
-        (row,) = report.why("layers.1")
+        (row,) = qompose.report(prepare(PROGRAM, chosen)).why("layers.1")
         assert str(row).endswith("is float: annotator: left in float by module name layers.1")
     before = qompose.report(prepare(PROGRAM, quantizer))  # which is left as it was
     assert [row.owner for row in before.why("layers.1")] == ["annotator"]
@@ -183,8 +182,7 @@ def test_a_member_that_is_not_heard_keeps_all_else() -> None:
     assert held.objection_to_rewrite(None, ()) == "a rewrite"
     assert held.objection_to_spec(None, None) == "a specification"
     assert held.quantization_capabilities() == "capabilities"
-    report = qompose.report(prepare(PROGRAM, held))
-    assert "nothing" in report.notes
+    assert "nothing" in qompose.report(prepare(PROGRAM, held)).notes
     assert {*asked} == {
         "transform_for_annotation", "validate", "prepare_obs_or_fq_callback", "check_program",
     }  # fmt: skip

@@ -237,8 +237,7 @@ class TestAvailability:
 
     def test_a_runtime_that_nobody_brings(self) -> None:
         quantizer = qompose.RuleQuantizer(self.backend()).set_global(STATIC)
-        answer = can_quantize(MIXED, "linear", quantizer)
-        (said,) = answer.unavailable
+        (said,) = can_quantize(MIXED, "linear", quantizer).unavailable
         assert "chip" in said
 
 

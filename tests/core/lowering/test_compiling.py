@@ -86,8 +86,7 @@ def test_state_begins_where_the_lowered_model_is_and_is_apart_from_it() -> None:
 
 def test_a_program_that_cannot_run_on_zeros_is_compiled_on_the_first_call() -> None:
     picky = Model(lambda m, x: torch.linalg.cholesky(m.linear(x) * 0 + x), linear=nn.Linear(3, 3))
-    model = lowered(picky, torch.eye(3))
-    compiled = qompose.compile_lowered(model)
+    compiled = qompose.compile_lowered(lowered(picky, torch.eye(3)))
     torch.testing.assert_close(compiled(torch.eye(3) * 4), torch.eye(3) * 2)
 
 

@@ -61,8 +61,7 @@ def run(late: Any, settings: dict[str, Any]) -> Tensor:
 
 
 def test_they_are_replaced(late: Any) -> None:
-    found = run(late, settings_with({late: doubled}, {}))
-    assert found.tolist() == [2.0, 6.0, 10.0]
+    assert run(late, settings_with({late: doubled}, {})).tolist() == [2.0, 6.0, 10.0]
 
 
 class Seen(CustomGraphPass):

@@ -97,8 +97,7 @@ def test_a_kernel_is_given_its_region() -> None:
         }
         return emit_linear(region)
 
-    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("look", look)), VIEW), X)
-    qompose.lower(converted)
+    qompose.lower(convert(PROGRAM, toy(linear_for(torch=Kernel("look", look)), VIEW), X))
     assert seen["linear_1"] == {
         "input": (-128, 127, torch.int8, None), "weight": (2, 4), "scales": (2,), "axis": 0,
         "zero points": False, "bias": None, "output": True, "node": "linear_1",
@@ -114,8 +113,7 @@ def test_a_kernel_is_given_its_region() -> None:
     ],
 )
 def test_what_cannot_be_lowered_stays_simulated_and_is_named(kernels: Any, reason: str) -> None:
-    quantizer = toy(linear_for(**kernels), VIEW)
-    converted = convert(PROGRAM, quantizer, X)
+    converted = convert(PROGRAM, toy(linear_for(**kernels), VIEW), X)
     with pytest.warns(QomposeWarning) as caught:
         lowered = qompose.lower(converted)
     text = str(caught[0].message)

@@ -78,8 +78,7 @@ class TestItems:
         """What is quantized of an image does not depend on the images beside it."""
         model = seeded(nn.Conv2d(2, 3, 3))
         images = randn(3, 2, 6, 6) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1, 1)
-        batch = {0: torch.export.Dim("batch")}
-        program = export(model, images, dynamic_shapes=(batch,))
+        program = export(model, images, dynamic_shapes=({0: torch.export.Dim("batch")},))
         converted = convert(program, toy(IMAGE_CONV, config=TOKENS), images)
         alone = torch.cat([converted(image[None]) for image in images])
         for one, other in zip(converted(images).detach(), alone.detach(), strict=True):

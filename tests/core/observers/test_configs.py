@@ -53,14 +53,9 @@ CONFIGS = {
 }
 
 
-def through_text(config: QuantizationConfig) -> Any:
-    return config_from_json(json.loads(json.dumps(config_to_json(config), allow_nan=False)))
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_comes_back_is_equal(config: QuantizationConfig) -> None:
-    found = through_text(config)
-
+    found: Any = config_from_json(json.loads(json.dumps(config_to_json(config), allow_nan=False)))
     assert found == config
     assert hash(found) == hash(config)
     assert found.name == config.name

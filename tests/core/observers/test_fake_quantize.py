@@ -70,8 +70,7 @@ class TestValues:
         x = randn(4, 5, 6)
         out = FakeQuantize(PerChannelMinMaxObserver, ch_axis=axis, **CHANNELS)(x)
         for part, exact in zip(out.unbind(axis), x.unbind(axis), strict=True):
-            single = FakeQuantize(MinMaxObserver, **SYMMETRIC)
-            assert torch.equal(part, single(exact))
+            assert torch.equal(part, FakeQuantize(MinMaxObserver, **SYMMETRIC)(exact))
 
     def test_float_zero_points(self) -> None:
         scheme = torch.per_channel_affine_float_qparams
@@ -199,16 +198,13 @@ class TestObserving:
 @pytest.mark.parametrize(
     "made",
     [
-        FakeQuantize(**AFFINE),
-        FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
-        FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS),
-        LearnableFakeQuantize(ch_axis=1, **CHANNELS),
-        LearnableFakeQuantize(HistogramObserver, **AFFINE),
-        FakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(**AFFINE), FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
+        FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS), LearnableFakeQuantize(ch_axis=1, **CHANNELS),
+        LearnableFakeQuantize(HistogramObserver, **AFFINE), FakeQuantize(HistogramObserver, **AFFINE),
         FakeQuantize(PerChannelHistogramObserver, ch_axis=1, **CHANNELS),
     ],
     ids=lambda made: type(made).__name__,
-)
+)  # fmt: skip
 def test_a_state_is_loaded_into_one_that_saw_nothing(made: FakeQuantize) -> None:
     fresh = copy.deepcopy(made)
     x = randn(4, 5)

@@ -127,14 +127,10 @@ class TestMaking:
             (lambda: Duck(), ConfigError, "keyword"),
             (lambda **_: 1 / 0, MemberError, "ZeroDivisionError"),
             (lambda **_: MinMaxObserver(torch.qint32), ConfigError, "torch.qint32"),
-            (
-                lambda **_: MinMaxObserver(torch.qint8, quant_min=0, quant_max=200),
-                ConfigError,
-                "200",
-            ),
+            (lambda **_: MinMaxObserver(torch.qint8, quant_min=0, quant_max=200), ConfigError, "200"),
         ],
         ids=["3", "no observer", "arguments", "fails", "another type", "range"],
-    )
+    )  # fmt: skip
     def test_who_is_blamed(self, maker: Any, error: type[Exception], named: str) -> None:
         """Tensor, module path, owner and rule; wherever the fault shows."""
         with pytest.raises(error, match=named) as caught:

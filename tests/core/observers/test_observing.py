@@ -72,16 +72,12 @@ class WithoutAxis(Recorder):
 @pytest.mark.parametrize(
     ("spec", "kind", "extra"),
     [
-        (INT8, Recorder, set()),
-        (WEIGHT, Recorder, {"ch_axis"}),
-        (WEIGHT, WithoutAxis, set()),
-        (INT8, PerChannelRecorder, {"ch_axis"}),
-        (BLOCKS, Recorder, {"block_size"}),
-        (RUN_TIME, Recorder, set()),
-        (TOKENS, Recorder, set()),
+        (INT8, Recorder, set()), (WEIGHT, Recorder, {"ch_axis"}), (WEIGHT, WithoutAxis, set()),
+        (INT8, PerChannelRecorder, {"ch_axis"}), (BLOCKS, Recorder, {"block_size"}),
+        (RUN_TIME, Recorder, set()), (TOKENS, Recorder, set()),
     ],
     ids=["tensor", "channel", "no axis", "by its name", "blocks", "dynamic", "token"],
-)
+)  # fmt: skip
 def test_factories_get_the_fields_of_a_specification(
     spec: QuantizationSpec, kind: type[Recorder], extra: set[str]
 ) -> None:
@@ -136,14 +132,11 @@ CHANNELS = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
 @pytest.mark.parametrize(
     ("result", "facts", "shape"),
     [
-        ((ONE, ZERO), {}, ()),
-        ((0.5, -128), {}, ()),
-        ((0.5, 127), {}, ()),
-        ((ONE.reshape(1), ZERO.reshape(1)), {}, ()),
-        ((ONE.expand(4), ZERO.expand(4)), CHANNELS, (4,)),
+        ((ONE, ZERO), {}, ()), ((0.5, -128), {}, ()), ((0.5, 127), {}, ()),
+        ((ONE.reshape(1), ZERO.reshape(1)), {}, ()), ((ONE.expand(4), ZERO.expand(4)), CHANNELS, (4,)),
     ],
     ids=["tensors", "the least", "the largest", "one number each", "per channel"],
-)
+)  # fmt: skip
 def test_what_a_function_may_return(
     result: Any, facts: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
@@ -156,21 +149,12 @@ def test_what_a_function_may_return(
 @pytest.mark.parametrize(
     ("result", "facts"),
     [
-        (None, {}),
-        ((ONE,), {}),
-        (("a", "b"), {}),
-        ((ONE.expand(4), ZERO.expand(4)), {}),
-        ((ONE, ZERO), CHANNELS),
-        ((ONE.expand(3), ZERO.expand(3)), CHANNELS),
-        ((-ONE, ZERO), {}),
-        ((0.0, 0), {}),
-        ((float("nan"), 0), {}),
-        ((float("inf"), 0), {}),
-        ((1.0, 128), {}),
-        ((1.0, -129), {}),
+        (None, {}), ((ONE,), {}), (("a", "b"), {}), ((ONE.expand(4), ZERO.expand(4)), {}),
+        ((ONE, ZERO), CHANNELS), ((ONE.expand(3), ZERO.expand(3)), CHANNELS), ((-ONE, ZERO), {}),
+        ((0.0, 0), {}), ((float("nan"), 0), {}), ((float("inf"), 0), {}), ((1.0, 128), {}), ((1.0, -129), {}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_it_may_not(result: Any, facts: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"bias -> linear \(me, rule mine\)"):
         derived(result, randn(4), **facts)

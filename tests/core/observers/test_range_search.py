@@ -31,14 +31,11 @@ SCHEMES = [
     pytest.param(torch.per_tensor_symmetric, id="symmetric"),
 ]
 SHAPES = {
-    "normal": randn(5000),
-    "heavy tail": randn(5000) ** 3,
-    "one outlier": torch.cat([randn(5000), torch.tensor([60.0])]),
-    "one-sided": randn(5000).abs(),
-    "negative": -randn(5000).abs() - 1,
-    "far from zero": randn(5000) * 0.01 + 5,
+    "normal": randn(5000), "heavy tail": randn(5000) ** 3,
+    "one outlier": torch.cat([randn(5000), torch.tensor([60.0])]), "one-sided": randn(5000).abs(),
+    "negative": -randn(5000).abs() - 1, "far from zero": randn(5000) * 0.01 + 5,
     "two values": torch.tensor([-1.0, 3.0]).repeat(50),
-}
+}  # fmt: skip
 LONE = torch.cat([torch.tensor([3.0]), randn(1000).abs() + 4])
 
 

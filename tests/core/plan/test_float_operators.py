@@ -133,8 +133,7 @@ def test_pieces_are_listed_in_place_of_the_operator() -> None:
     attention = Call(lambda x: F.scaled_dot_product_attention(x, x, x))
     model = Model(lambda m, x: torch.tanh(m.attention(x)), attention=attention)
     program = export(model, randn(2, 5, 8))
-    quantizer = toy(MATMUL, rewrites=("split_attention",))
-    plan = plan_of(prepare(program, quantizer))
+    plan = plan_of(prepare(program, toy(MATMUL, rewrites=("split_attention",))))
     site = "scaled_dot_product_attention"
     listed = [(o.name, o.operator, o.module, o.macs, o.claim, o.reason) for o in plan.operators]
     nobody, path = "no rule claims it", "attention"
@@ -154,8 +153,7 @@ def test_matrix_times_vector() -> None:
 
 def test_dynamic_shapes_count_with_the_example() -> None:
     shapes = ({0: torch.export.Dim("batch")},)
-    program = export(nn.Linear(3, 5), randn(4, 3), dynamic_shapes=shapes)
-    assert macs_of(program) == 4 * 3 * 5
+    assert macs_of(export(nn.Linear(3, 5), randn(4, 3), dynamic_shapes=shapes)) == 4 * 3 * 5
 
 
 def test_only_operators_on_floats_are_listed() -> None:
@@ -181,10 +179,6 @@ def test_a_quantized_model_is_smaller() -> None:
     assert record.bytes <= 0.30 * record.plan.float_bytes
 
 
-def _mapped(layer: Any, x: Tensor) -> Tensor:
-    return hop_map(layer, x)
-
-
 def _scanned(layer: Any, x: Tensor) -> Tensor:
     def step(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         return carried + 1, layer(row) + carried
@@ -196,7 +190,7 @@ def _mapped_twice(layer: Any, x: Tensor) -> Tensor:
     return hop_map(lambda rows: hop_map(layer, rows), x.reshape(5, 6, 8)).reshape(30, 8)
 
 
-@pytest.mark.parametrize("loop", [_mapped, _scanned, _mapped_twice])
+@pytest.mark.parametrize("loop", [hop_map, _scanned, _mapped_twice])
 def test_what_a_loop_runs_for_every_slice_counts_as_often(loop: Any) -> None:
     """One layer in a body, and one like it outside that sees all rows at once."""
     with torch.no_grad():  # with gradients, the export itself warns
@@ -244,8 +238,7 @@ class TestPlainPrograms:
         assert read(skip) == {"linear": (), "relu": ("linear",), "add": ("relu", "linear")}
 
     def test_what_is_read_twice_stands_once(self) -> None:
-        found = read(lambda self, x: (y := self.a(x)) * y)
-        assert found["mul"] == ("linear",)
+        assert read(lambda self, x: (y := self.a(x)) * y)["mul"] == ("linear",)
 
     def test_past_operators_without_a_row(self) -> None:
         """Taking one of several results; a comparison, whose result is no float."""
@@ -288,8 +281,7 @@ class TestRewrites:
         def attend(self: Any, x: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(self.a(x), x.sin(), self.b(x)).relu()
 
-        quantizer = toy(MATMUL, rewrites=("split_attention",))
-        found = read(attend, randn(1, 4, 4), quantizer)
+        found = read(attend, randn(1, 4, 4), toy(MATMUL, rewrites=("split_attention",)))
         name = "scaled_dot_product_attention"
         assert found["relu"] == (f"{name}/matmul_1",)
         assert found[f"{name}/matmul"] == ("linear", f"{name}/transpose")

@@ -73,12 +73,9 @@ def spec(point: str, what: Any, *references: str, implicit: bool = True) -> Poin
     if what == "share":
         what = SharedQuantizationSpec(places)  # type: ignore[arg-type]
     elif what == "derive":
-        what = DerivedQuantizationSpec(list(places), _first, torch.int32)  # type: ignore[arg-type]
+        first: Any = lambda observers: observers[0].calculate_qparams()  # noqa: E731
+        what = DerivedQuantizationSpec(list(places), first, torch.int32)  # type: ignore[arg-type]
     return PointSpec(at(point), what, places, implicit)
-
-
-def _first(observers: list[nn.Module]) -> Any:
-    return observers[0].calculate_qparams()  # type: ignore[operator]
 
 
 def claims(*specs: PointSpec, owner: str = "me") -> list[Claim]:
@@ -327,9 +324,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Writes, list[set[str]]]] = {
         [{"x>split", "getitem", "getitem_1"}],
     ),
     "not the split itself": (_split, {"x>split": INT8, "split": INT8}, [{"x>split"}]),
-    "parts are two": (
-        _split, {"getitem": INT8, "getitem_1": INT8}, [{"getitem"}, {"getitem_1"}],
-    ),
+    "parts are two": (_split, {"getitem": INT8, "getitem_1": INT8}, [{"getitem"}, {"getitem_1"}]),
     "unbind": (
         lambda m, x: sum(x.unbind(0)),
         {"x>unbind": INT8, **{f"getitem{n}": "x>unbind" for n in ("", "_1", "_2", "_3")}},
@@ -348,9 +343,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Writes, list[set[str]]]] = {
         lambda m, x: torch.cat(tensors=[torch.sin(x), torch.cos(x)], dim=1),
         {"sin>cat": INT8, "cos>cat": "sin>cat", "cat": "cos>cat"}, [{"sin>cat", "cos>cat", "cat"}],
     ),
-    "two observers, one tensor": (
-        _late, {"sin": INT8, "sin>relu": HISTOGRAM}, [{"sin", "sin>relu"}],
-    ),
+    "two observers, one tensor": (_late, {"sin": INT8, "sin>relu": HISTOGRAM}, [{"sin", "sin>relu"}]),
     "x + x": (lambda m, x: x + x, {"x>add": INT8, "add": "x>add"}, [{"x>add", "add"}]),
 }  # fmt: skip
 
@@ -446,8 +439,7 @@ MODELS = ("conv_bn_relu", "self_concatenation", "cond_shared_weight", "scan_cell
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_on_file(name: str, on_file: SnapshotAssertion) -> None:
-    prepared = prepare(by_name(name).export(), toy())
-    assert prepared.meta["qompose"].plan.to_dict() == on_file
+    assert prepare(by_name(name).export(), toy()).meta["qompose"].plan.to_dict() == on_file
 
 
 def test_text_has_a_line_for_each_fact() -> None:

@@ -128,8 +128,7 @@ def test_the_way_to_call_is_kept() -> None:
     torch.testing.assert_close(prepared(x, **reordered), expected, rtol=0, atol=0)
     converted = qompose.convert_pt2e(prepared)
     assert list(converted(x, **arguments)) == ["sum", "rest"]
-    lowered = qompose.lower(converted)
-    assert len(lowered(x, **arguments)["rest"]) == 2
+    assert len(qompose.lower(converted)(x, **arguments)["rest"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself

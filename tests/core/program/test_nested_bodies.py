@@ -168,8 +168,7 @@ def test_a_body_that_is_called_twice_is_treated_as_two() -> None:
     (call,) = (node for node in module.graph.nodes if is_nested_call(node))
     call.update_arg(2, call.args[1])
     module.recompile()
-    converted = convert(module, toy(LINEAR), X, allow_uncalibrated=True)
-    assert sqnr(module(X), converted(X)) > 30
+    assert sqnr(module(X), convert(module, toy(LINEAR), X, allow_uncalibrated=True)(X)) > 30
     assert sqnr(module(-X), prepare(module, NullQuantizer())(-X)) == float("inf")
 
 

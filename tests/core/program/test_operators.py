@@ -148,14 +148,11 @@ def test_chosen_values_are_those_of_inputs_or_zero(target: Any, call: Use) -> No
 @pytest.mark.parametrize(
     ("target", "call"),
     [
-        (aten.add.Tensor, BOTH),
-        (aten.gelu.default, FIRST),
-        (aten.mean.dim, lambda op, x, y: op(x, [1])),
-        (aten.neg.default, FIRST),
-        (aten.constant_pad_nd.default, lambda op, x, y: op(x, [1, 1], 0.3)),
+        (aten.add.Tensor, BOTH), (aten.gelu.default, FIRST), (aten.mean.dim, lambda op, x, y: op(x, [1])),
+        (aten.neg.default, FIRST), (aten.constant_pad_nd.default, lambda op, x, y: op(x, [1, 1], 0.3)),
     ],
     ids=["add", "gelu", "mean", "neg", "a pad that is no step"],
-)
+)  # fmt: skip
 def test_other_operators_do_not_commute(target: Any, call: Use) -> None:
     """The check can fail."""
     assert target not in SCALE_PRESERVING
@@ -190,8 +187,7 @@ def test_alike_specifications_on_both_sides_are_one_scale() -> None:
     targets = {target for target, _ in SIMPLE}
     prepared = prepare(export(moved(*SIMPLE), x, y), both_sides(targets))
     prepared(x, y)
-    converted = qompose.convert_pt2e(prepared)
-    moves = [n for n in converted.graph.nodes if n.target in targets]
+    moves = [n for n in qompose.convert_pt2e(prepared).graph.nodes if n.target in targets]
     assert {n.target for n in moves} == targets and len(moves) >= len(SIMPLE)
     for node in moves:
         quantized = {a.args[1:] for a in node.all_input_nodes if "dequantize" in a.name}

@@ -140,8 +140,7 @@ class TestAsStrictExport:
     def test_a_convolution_pads_itself(self) -> None:
         """Unlike strict export, which makes `pad` a convolution of its own that quantizers fail on."""
         model = nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), randn(1, 2, 6, 6)
-        strict = exported(*model, strict=True)
-        assert found(strict, nn.Conv2d)[0] == ("aten.pad.default",)
+        assert found(exported(*model, strict=True), nn.Conv2d)[0] == ("aten.pad.default",)
         default = sourced(*model)
         (partition,) = get_source_partitions(default.graph, [nn.Conv2d])[nn.Conv2d]
         assert [node.op for node in partition.input_nodes] == ["placeholder"]
@@ -183,22 +182,12 @@ LAST = ("block.linear.weight", "block.linear.bias", *FIRST)
 """Parameters are where they are read last."""
 OWN = ("aten.add.Tensor", "aten.relu.default")
 ROWS: list[tuple[Any, list[tuple[str, ...]]]] = [
-    (nn.Linear, [FIRST, LAST]),
-    (Block, [OWN, OWN]),
-    (f"{Block.__module__}.Block", [OWN, OWN]),
-    (operator.add, [("aten.add.Tensor",)] * 2),
-    (F.relu, [("aten.relu.default",)] * 2),
-    ("relu", [("aten.relu.default",)] * 2),
-    ("linear", [FIRST, LAST]),
-    (aten.relu.default, [("aten.relu.default",)] * 2),
-    (aten.linear.default, [FIRST, LAST]),
-    (torch.relu, []),
-    (torch.add, []),
-    (F.linear, []),
-    (nn.ReLU, []),
-    (nn.Module, []),
-    (aten.relu_.default, []),
-]
+    (nn.Linear, [FIRST, LAST]), (Block, [OWN, OWN]), (f"{Block.__module__}.Block", [OWN, OWN]),
+    (operator.add, [("aten.add.Tensor",)] * 2), (F.relu, [("aten.relu.default",)] * 2),
+    ("relu", [("aten.relu.default",)] * 2), ("linear", [FIRST, LAST]),
+    (aten.relu.default, [("aten.relu.default",)] * 2), (aten.linear.default, [FIRST, LAST]), (torch.relu, []),
+    (torch.add, []), (F.linear, []), (nn.ReLU, []), (nn.Module, []), (aten.relu_.default, []),
+]  # fmt: skip
 """The rows of the module's table: what is asked for, and the partitions of `twice`."""
 
 

@@ -155,8 +155,7 @@ def test_a_changed_annotation_is_an_error_or_undone(
 def test_an_equal_annotation_is_no_change(
     earlier: Quantizer, program: torch.export.ExportedProgram
 ) -> None:
-    again = Annotator(linears(), "later")
-    prepared = prepare(program, qompose.compose(earlier, again))
+    prepared = prepare(program, qompose.compose(earlier, Annotator(linears(), "later")))
     assert {claim.owner for claim in plan_of(prepared).claims} == {"earlier"}
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import compose
-from qompose.backend import Kernel, OperatorPattern, Region
+from qompose.backend import Kernel, OperatorPattern
 from qompose.quantizer.arbitration import compose_claims
 from qompose.spec import DerivedQuantizationSpec
 from qompose.spec.claim import Claim, Composition, Conflict, Kind, Point, PointSpec, Proposal
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from tests.core.quantizer.interop.foreign import bias_scale
 from tests.core.toy import (
@@ -231,13 +231,10 @@ def test_views_follow_a_quantized_tensor_and_only_that() -> None:
     }  # fmt: skip
 
 
-def unmoved(region: Region) -> Node:
-    return region.quantized_inputs("self")[0].node
-
-
 CLONE = rule(
     "clone", OperatorPattern((aten.clone.default,)), activations=("self",), shares=True,
-    condition="all", carries=True, kernels={"torch": Kernel("no operator", unmoved)},
+    condition="all", carries=True,
+    kernels={"torch": Kernel("no operator", lambda r: r.quantized_inputs("self")[0].node)},
 )  # fmt: skip
 
 
@@ -263,5 +260,4 @@ def test_where_they_are_taken(function: Callable[[nn.Module, Tensor], Tensor], t
 
 
 def test_capabilities_say_so() -> None:
-    rows = toy(CLONE).quantization_capabilities()
-    assert rows.to_dict()[0]["carries"] is True
+    assert toy(CLONE).quantization_capabilities().to_dict()[0]["carries"] is True

@@ -338,12 +338,8 @@ def test_a_restrained_member_keeps_the_order_of_its_claims() -> None:
 
 # Rules of two families never want the same operator, so that members of whole families are disjoint.
 FAMILIES = (
-    (CONV_ADD_RELU, CONV_RELU, CONV, ADD_RELU, ADD),
-    (LINEAR_RELU, LINEAR),
-    (SIGMOID,),
-    (VIEW,),
-    (CAT,),
-)
+    (CONV_ADD_RELU, CONV_RELU, CONV, ADD_RELU, ADD), (LINEAR_RELU, LINEAR), (SIGMOID,), (VIEW,), (CAT,),
+)  # fmt: skip
 
 
 def mixed(m: Any, x: Tensor) -> Tensor:

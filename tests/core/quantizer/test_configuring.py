@@ -179,20 +179,15 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("key", "name", "message"),
         [
-            ("operator", "linear", "'linear'"),
-            ("operator", "aten.linaer", "'aten.linaer'"),
-            ("operator", "aten.add.Tenser", "aten.add.Tenser"),
-            ("operator", "mylib.op", "mylib"),
-            ("operator", ["aten.add", 3], "3"),
-            ("operator", [], ""),
-            ("module type", "Linear", "'Linear'"),
-            ("module type", 3, "3"),
-            ("module type", "torch.nn.Linaer", "'Linear'"),
+            ("operator", "linear", "'linear'"), ("operator", "aten.linaer", "'aten.linaer'"),
+            ("operator", "aten.add.Tenser", "aten.add.Tenser"), ("operator", "mylib.op", "mylib"),
+            ("operator", ["aten.add", 3], "3"), ("operator", [], ""), ("module type", "Linear", "'Linear'"),
+            ("module type", 3, "3"), ("module type", "torch.nn.Linaer", "'Linear'"),
             ("module type", "torch.nn.functional.linear", "torch.nn.functional.linear"),
             ("module type", "torch.onnx.Foo", "torch.onnx.Foo"),
             ("type", "torch.nn.Linear", "'module type'.*'operator'"),
         ],
-    )
+    )  # fmt: skip
     def test_types_that_are_none(self, key: str, name: Any, message: str) -> None:
         entry = {"select": "object type", key: name, "config": None}
         imported = set(sys.modules)

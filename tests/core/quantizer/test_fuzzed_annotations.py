@@ -106,20 +106,16 @@ CONCRETE: dict[str, QuantizationSpec | FixedQParamsQuantizationSpec] = {
     "uint8": QuantizationSpec(torch.uint8, MinMaxObserver, 0, 255, AFFINE),
     "symmetric": QuantizationSpec(torch.int8, MinMaxObserver, -127, 127, SYMMETRIC),
     "int16": QuantizationSpec(torch.int16, MinMaxObserver, None, None, SYMMETRIC),
-    "channel 0": PER_CHANNEL(BY_CHANNEL, ch_axis=0),
-    "channel 1": PER_CHANNEL(BY_CHANNEL_AFFINE, ch_axis=1),
-    "channel -1": PER_CHANNEL(BY_CHANNEL, ch_axis=-1),
-    "channel 3": PER_CHANNEL(BY_CHANNEL, ch_axis=3),
-    "groups of 2": PER_BLOCK(block_size=(2,)),
-    "squares": PER_BLOCK(block_size=(2, 2)),
-    "groups of 3": PER_BLOCK(block_size=(3,)),
-    "dynamic": RUN_TIME(qscheme=AFFINE),
+    "channel 0": PER_CHANNEL(BY_CHANNEL, ch_axis=0), "channel 1": PER_CHANNEL(BY_CHANNEL_AFFINE, ch_axis=1),
+    "channel -1": PER_CHANNEL(BY_CHANNEL, ch_axis=-1), "channel 3": PER_CHANNEL(BY_CHANNEL, ch_axis=3),
+    "groups of 2": PER_BLOCK(block_size=(2,)), "squares": PER_BLOCK(block_size=(2, 2)),
+    "groups of 3": PER_BLOCK(block_size=(3,)), "dynamic": RUN_TIME(qscheme=AFFINE),
     "dynamic symmetric": RUN_TIME(qscheme=SYMMETRIC),
     "per token": RUN_TIME(qscheme=BY_CHANNEL, block_size=(-1,)),
     "fixed": FixedQParamsQuantizationSpec(torch.uint8, 1 / 16, 100, 0, 255, AFFINE),
     "half": QuantizationSpec(torch.float16, PlaceholderObserver),
     "bfloat16": QuantizationSpec(torch.bfloat16, PlaceholderObserver),
-}
+}  # fmt: skip
 
 
 def _derive(observers: list[nn.Module]) -> tuple[Tensor, Tensor]:

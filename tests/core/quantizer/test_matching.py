@@ -176,8 +176,7 @@ def test_each_role_gets_its_own_specification() -> None:
 
 
 def test_a_claim_says_all_that_a_kernel_and_a_report_need() -> None:
-    prepared = prepared_by(toy(LINEAR_RELU), lambda m, x, y: m(x).relu())
-    (claim,) = plan_of(prepared).claims
+    (claim,) = plan_of(prepared_by(toy(LINEAR_RELU), lambda m, x, y: m(x).relu())).claims
     assert (claim.owner, claim.rule) == ("toy", "linear_relu")
     assert (claim.anchor, claim.output) == ("linear", "relu")
     assert (claim.config, claim.selector, claim.mode) == ("static", "global", "static")
@@ -200,8 +199,7 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
 
 def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:
     silent = qompose.RuleQuantizer(toy(LINEAR).backend)
-    prepared = prepared_by(silent, lambda m, x, y: m(x))
-    (row,) = qompose.report(prepared).rows
+    (row,) = qompose.report(prepared_by(silent, lambda m, x, y: m(x))).rows
     assert (row.state, row.owner) == ("float", "")
 
 

@@ -115,8 +115,7 @@ class TestNotes:
     def test_a_type_that_only_a_decomposition_calls_is_not_missed(self) -> None:
         quantizer = toy(MATMUL, config=None, rewrites=("split_attention",))
         quantizer.set_operator_type(torch.matmul, STATIC)
-        plan = plan_of(prepare(ATTENTION, quantizer, strict=True))
-        assert len(plan.claims) == 2
+        assert len(plan_of(prepare(ATTENTION, quantizer, strict=True)).claims) == 2
 
 
 ADD_OP, SDPA = aten.add.Tensor, F.scaled_dot_product_attention
@@ -201,8 +200,7 @@ def test_the_pieces_of_an_operator_that_is_taken_apart_have_its_settings(
     setting: Any, taken: int
 ) -> None:
     quantizer = setting(toy(MATMUL, rewrites=("split_attention",)))
-    plan = plan_of(prepare(ATTENTION, quantizer))
-    assert len(plan.claims) == taken
+    assert len(plan_of(prepare(ATTENTION, quantizer)).claims) == taken
 
 
 LAYERS = {"body": nn.Linear(3, 3), "head": nn.Linear(3, 3)}

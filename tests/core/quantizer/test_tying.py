@@ -186,8 +186,7 @@ def test_a_shared_parameter_is_stored_once(
 
 
 def test_what_stays_in_float_beside_the_integers_is_named() -> None:
-    model = tied()
-    converted = convert(export(model, IDS), toy(LINEAR), IDS)
+    converted = convert(export(tied(), IDS), toy(LINEAR), IDS)
     (note,) = (n for n in qompose.report(converted).notes if "head.weight" in n)
     assert "linear_1" in note and "embedding" in note
     assert {tables(converted)[n] for n in tables(converted)} == {(12, 8), (8, 8)}

@@ -186,11 +186,8 @@ def test_modules_as_one() -> None:
 
 def test_a_module_that_is_called_twice_stands_twice() -> None:
     rows = (
-        row("a", module="m"),
-        row("b", "a", module="m"),
-        row("c", "b"),
-        row("d", "c", module="m"),
-    )
+        row("a", module="m"), row("b", "a", module="m"), row("c", "b"), row("d", "c", module="m"),
+    )  # fmt: skip
     level = graph(*rows)["levels"][0]
     assert [node["rows"] for node in level["nodes"]] == [[0, 2], [2, 3], [3, 4]]
     assert level["edges"] == [(0, 1), (1, 2)]
@@ -252,13 +249,11 @@ def test_without_products_the_look_is_that_of_most() -> None:
 def test_strange_inputs_do_no_harm() -> None:
     """Of data that was written by hand: unknown names, circles, operators that read themselves."""
     rows = (row("a", "b", "nowhere"), row("b", "a"), row("c", "c"), in_float("d", "a", "a"))
-    level = graph(*rows)["levels"][-1]
-    assert edges(level) == {("a", "b"), ("b", "a"), ("a", "d")}
+    assert edges(graph(*rows)["levels"][-1]) == {("a", "b"), ("b", "a"), ("a", "d")}
 
 
 def test_no_operators() -> None:
-    found = graph_of([], BORDERS)
-    assert [level["nodes"] for level in found["levels"]] == [[]]
+    assert [level["nodes"] for level in graph_of([], BORDERS)["levels"]] == [[]]
 
 
 def test_colours_are_of_ten_decibels_each_and_more_at_the_ends() -> None:

@@ -132,8 +132,7 @@ def test_markdown_is_a_table_with_totals() -> None:
 @pytest.mark.parametrize("fraction", [1.0, 0.9], ids=["all", "nine tenths"])
 def test_what_was_not_lowered_is_named(fraction: float) -> None:
     """The second linear stays in float."""
-    quantizer = toy(LINEAR).set_module_name("b", None)
-    model = qompose.lower(convert(PROGRAM, quantizer, X))
+    model = qompose.lower(convert(PROGRAM, toy(LINEAR).set_module_name("b", None), X))
     with pytest.raises(NotLoweredError, match=r"linear_1 \(aten.linear in b\)"):
         qompose.assert_lowered(model, min_fraction=fraction)
     qompose.assert_lowered(model, min_fraction=0.4)

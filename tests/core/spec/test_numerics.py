@@ -30,19 +30,15 @@ SCHEMES = [
     pytest.param(torch.per_tensor_symmetric, id="symmetric"),
 ]
 RANGES = [
-    pytest.param(torch.int8, None, None, id="int8"),
-    pytest.param(torch.int8, -128, 127, id="int8 given"),
-    pytest.param(torch.int8, -127, 127, id="int8 narrow"),
-    pytest.param(torch.int8, -64, 63, id="7 bits"),
-    pytest.param(torch.int8, -8, 7, id="4 bits in int8"),
-    pytest.param(torch.uint8, None, None, id="uint8"),
+    pytest.param(torch.int8, None, None, id="int8"), pytest.param(torch.int8, -128, 127, id="int8 given"),
+    pytest.param(torch.int8, -127, 127, id="int8 narrow"), pytest.param(torch.int8, -64, 63, id="7 bits"),
+    pytest.param(torch.int8, -8, 7, id="4 bits in int8"), pytest.param(torch.uint8, None, None, id="uint8"),
     pytest.param(torch.uint8, 0, 255, id="uint8 given"),
-    pytest.param(torch.uint8, 0, 127, id="uint8 reduced"),
-    pytest.param(torch.int16, None, None, id="int16"),
+    pytest.param(torch.uint8, 0, 127, id="uint8 reduced"), pytest.param(torch.int16, None, None, id="int16"),
     pytest.param(torch.int16, -32767, 32767, id="int16 narrow"),
     pytest.param(torch.uint16, None, None, id="uint16"),
     pytest.param(torch.int32, -(2**30), 2**30 - 1, id="31 bits in int32"),
-]
+]  # fmt: skip
 EPS = [2.0**-12, 2.0**-23]
 
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -156,13 +152,9 @@ def test_integer_zero_points_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("signal", "noise", "found"),
     [
-        (100.0, 1.0, 20.0),
-        (1.0, 0.0, math.inf),
-        (0.0, 0.0, math.inf),
-        (0.0, 1.0, -math.inf),
-        (1.0, math.inf, -math.inf),
-        (1.0, math.nan, -math.inf),
+        (100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 0.0, math.inf), (0.0, 1.0, -math.inf),
+        (1.0, math.inf, -math.inf), (1.0, math.nan, -math.inf),
     ],
-)
+)  # fmt: skip
 def test_decibels(signal: float, noise: float, found: float) -> None:
     assert decibels(signal, noise) == found

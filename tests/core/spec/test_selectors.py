@@ -161,15 +161,11 @@ def reached_by(quantizer: RuleQuantizer) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("key", "reached"),
     [
-        (Block, PATHS[:2]),
-        (aten.linear.default, PATHS),
-        (aten.linear, PATHS),
-        (nn.functional.linear, PATHS),
-        (aten.tanh.default, ()),
-        (torch.tanh, ()),
+        (Block, PATHS[:2]), (aten.linear.default, PATHS), (aten.linear, PATHS), (nn.functional.linear, PATHS),
+        (aten.tanh.default, ()), (torch.tanh, ()),
     ],
     ids=["around", "overload", "operator", "function", "another operator", "another function"],
-)
+)  # fmt: skip
 def test_types(key: Any, reached: tuple[str, ...]) -> None:
     assert reached_by(silent().set_object_type(key, DYNAMIC)) == reached
 

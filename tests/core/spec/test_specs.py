@@ -28,12 +28,9 @@ from torch import nn
 from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, Model, export, randn
 
 FACTS: dict[str, Any] = {
-    "dtype": torch.int8,
-    "observer_or_fake_quant_ctr": MinMaxObserver.with_args(eps=2**-12),
-    "quant_min": -128,
-    "quant_max": 127,
-    "qscheme": torch.per_tensor_affine,
-}
+    "dtype": torch.int8, "observer_or_fake_quant_ctr": MinMaxObserver.with_args(eps=2**-12),
+    "quant_min": -128, "quant_max": 127, "qscheme": torch.per_tensor_affine,
+}  # fmt: skip
 
 
 FLOAT_POINTS = torch.per_channel_affine_float_qparams
@@ -47,32 +44,25 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (1, 
 @pytest.mark.parametrize(
     ("facts", "change", "named"),
     [
-        (FACTS, {"quant_min": -129}, "quant_min=-129"),
-        (FACTS, {"quant_max": 128}, "quant_max=128"),
+        (FACTS, {"quant_min": -129}, "quant_min=-129"), (FACTS, {"quant_max": 128}, "quant_max=128"),
         (FACTS, {"quant_min": 5, "quant_max": 5}, "quant_min=5"),
-        (FACTS, {"dtype": torch.uint8}, "quant_min=-128"),
-        (FACTS, {"dtype": torch.float16}, "quant_min"),
+        (FACTS, {"dtype": torch.uint8}, "quant_min=-128"), (FACTS, {"dtype": torch.float16}, "quant_min"),
         (FACTS, {"dtype": torch.float64, "quant_min": None, "quant_max": None}, "float64"),
-        (FACTS, {"qscheme": torch.per_channel_symmetric}, "ch_axis"),
-        (FACTS, {"dtype": None}, "torch.int8"),
-        (FACTS, {"dtype": "int8"}, "torch.int8"),
-        (FACTS, {"dtype": torch.int64}, "dtype"),
+        (FACTS, {"qscheme": torch.per_channel_symmetric}, "ch_axis"), (FACTS, {"dtype": None}, "torch.int8"),
+        (FACTS, {"dtype": "int8"}, "torch.int8"), (FACTS, {"dtype": torch.int64}, "dtype"),
         (FACTS, {"dtype": torch.int4, "quant_min": -8, "quant_max": 7}, "int8"),
         (DYNAMIC_SYMMETRIC, {"quant_max": 127}, ""),  # a range without a middle
-        (IN_BLOCKS, {"block_size": ()}, "block_size"),
-        (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
-        (IN_BLOCKS, {"block_size": (0,)}, "block_size"),
-        (IN_BLOCKS, {"block_size": (4, -2)}, "block_size"),
+        (IN_BLOCKS, {"block_size": ()}, "block_size"), (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
+        (IN_BLOCKS, {"block_size": (0,)}, "block_size"), (IN_BLOCKS, {"block_size": (4, -2)}, "block_size"),
         (IN_BLOCKS, {"block_size": (2.0,)}, "block_size"),
         (IN_BLOCKS, {"qscheme": torch.per_tensor_affine}, "torch.per_tensor_affine"),
-        (IN_BLOCKS, {"qscheme": None}, "None"),
-        (IN_BLOCKS, {"is_dynamic": True}, "block_size"),
+        (IN_BLOCKS, {"qscheme": None}, "None"), (IN_BLOCKS, {"is_dynamic": True}, "block_size"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "quant_min": -8}, "int8"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": None, "ch_axis": 0}, ""),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "qscheme": FLOAT_POINTS}, ""),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_specifications(
     facts: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:
@@ -85,18 +75,13 @@ def test_impossible_specifications(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"scale": 0.0}, "scale"),
-        ({"scale": -1.0}, "scale"),
-        ({"scale": float("nan")}, "scale"),
-        ({"scale": float("inf")}, "scale"),
-        ({"zero_point": 256}, "zero_point=256"),
-        ({"zero_point": 1.5}, "zero_point"),
-        ({"quant_max": 300}, "quant_max=300"),
-        ({"is_dynamic": True}, ""),
-        ({"qscheme": torch.per_channel_affine}, ""),
+        ({"scale": 0.0}, "scale"), ({"scale": -1.0}, "scale"), ({"scale": float("nan")}, "scale"),
+        ({"scale": float("inf")}, "scale"), ({"zero_point": 256}, "zero_point=256"),
+        ({"zero_point": 1.5}, "zero_point"), ({"quant_max": 300}, "quant_max=300"),
+        ({"is_dynamic": True}, ""), ({"qscheme": torch.per_channel_affine}, ""),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_fixed_parameters(change: dict[str, Any], named: str) -> None:
     facts: dict[str, Any] = {"dtype": torch.uint8, "scale": 1 / 256, "zero_point": 0}
     FixedQParamsQuantizationSpec(**{**facts, "zero_point": 255})
@@ -142,13 +127,10 @@ def test_specifications_compare_by_value() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        MinMaxObserver,
-        partial(HistogramObserver, "x", eps=2.0),
-        partial(MinMaxObserver, "y", eps=2.0),
-        partial(MinMaxObserver, "x", eps=3.0),
-        partial(MinMaxObserver, "x", eps=partial(int, 2)),
+        MinMaxObserver, partial(HistogramObserver, "x", eps=2.0), partial(MinMaxObserver, "y", eps=2.0),
+        partial(MinMaxObserver, "x", eps=3.0), partial(MinMaxObserver, "x", eps=partial(int, 2)),
     ],
-)
+)  # fmt: skip
 def test_estimated_in_the_same_way_is_by_the_same_function_with_the_same_arguments(
     other: Any,
 ) -> None:

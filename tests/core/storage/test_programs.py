@@ -164,8 +164,7 @@ class TestCalls:
             serialized_type_name="tests.Box",
         )
 
-        loaded = stored(unquantized(Call(lambda x: Box(x + 1, "sum")), X), path)
-        result = loaded(X)
+        result = stored(unquantized(Call(lambda x: Box(x + 1, "sum")), X), path)(X)
         assert result.label == "sum" and torch.equal(result.value, X + 1)
         monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "tests.Box")
         pytree.treespec_loads.cache_clear()  # another process has not read the tree before
@@ -315,12 +314,9 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
 @pytest.mark.parametrize(
     ("block", "part"),
     [
-        (integers(-8, 7, 32, 64), 1 / 2),
-        (integers(-2, 1, 32, 64), 1 / 4),
-        (integers(127, 127, 1024), 1 / 4),
+        (integers(-8, 7, 32, 64), 1 / 2), (integers(-2, 1, 32, 64), 1 / 4), (integers(127, 127, 1024), 1 / 4),
         (integers(0, 15, 41, 41, dtype=torch.uint8), 1 / 2),
-        (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2),
-        (integers(-128, -125, 1025), 1 / 4),
+        (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2), (integers(-128, -125, 1025), 1 / 4),
         (integers(112, 127, 16, 8, 9), 1 / 2),
         (integers(-8, 8, 32, 64), 1),  # a value too many
         (integers(-127, 127, 32, 64), 1),
@@ -328,11 +324,10 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
         (integers(-8, 7, 32, 64, dtype=torch.int32), 1 / 8),
         (integers(2**62, 2**62 + 3, 1024, dtype=torch.int64), 1 / 32),
         (integers(-(2**15), 15 - 2**15, 1024, dtype=torch.int16), 1 / 4),
-        (torch.tensor([-(2**63), 2**63 - 1]).repeat(600), 1),
-        (torch.zeros(2000, dtype=torch.bool), 1),
+        (torch.tensor([-(2**63), 2**63 - 1]).repeat(600), 1), (torch.zeros(2000, dtype=torch.bool), 1),
         (torch.zeros(2000), 1),
     ],
-)
+)  # fmt: skip
 def test_what_fits_is_packed(block: Tensor, part: float) -> None:
     packed, stored = pack_bits({"block": block})
     assert stored["block"].nbytes == -(-block.nbytes * part // 1)
@@ -357,19 +352,11 @@ def test_every_range(low: int, span: int, size: int, seed: int) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        {"bits": 3},
-        {"bits": True},
-        {"bits": 1},
-        {"low": 1e3},
-        {"low": 4000},
-        {"dtype": "float32"},
-        {"shape": [2048, 2]},
-        {"shape": [32, 32]},
-        {"shape": [-1]},
-        {"shape": [2**40, 2**40]},
+        {"bits": 3}, {"bits": True}, {"bits": 1}, {"low": 1e3}, {"low": 4000}, {"dtype": "float32"},
+        {"shape": [2048, 2]}, {"shape": [32, 32]}, {"shape": [-1]}, {"shape": [2**40, 2**40]},
         {"shape": "32"},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_packing(forged: dict[str, Any]) -> None:
     packed, stored = pack_bits({"block": integers(-8, 7, 32, 64)})
     with pytest.raises((ValueError, TypeError, LookupError, RuntimeError)):

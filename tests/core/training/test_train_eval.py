@@ -68,8 +68,7 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
     wanted = model().eval()
     wanted.load_state_dict(module.state_dict())
     assert torch.allclose(module(X), wanted(X), atol=1e-6)
-    prepared = qompose.prepare_qat_pt2e(module, product_quantizer())
-    assert not prepared.training
+    assert not qompose.prepare_qat_pt2e(module, product_quantizer()).training
 
 
 def test_what_has_no_training_is_refused() -> None:

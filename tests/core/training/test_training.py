@@ -220,8 +220,7 @@ class TestModes:
     def test_a_plain_average_of_statistics_is_said_to_be_lost(self) -> None:
         """torch exports it in evaluation alone, and then as a momentum of 0."""
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)).eval()
-        prepared = prepared_for(model, batch_for("linear"))
-        (note,) = qompose.report(prepared).notes
+        (note,) = qompose.report(prepared_for(model, batch_for("linear"))).notes
         assert note.startswith("batch_norm (aten.batch_norm in 1) ")
 
     def test_a_batch_norm_that_is_frozen(self) -> None:
@@ -329,8 +328,7 @@ def test_a_mask_is_left_alone() -> None:
 
     x = randn(16, 6)
     model = Model(masked, first=nn.Linear(6, 6), second=nn.Linear(6, 6))
-    prepared = prepared_for(seeded(model).train(), x)
-    assert bool(torch.isfinite(prepared(x)).all())
+    assert bool(torch.isfinite(prepared_for(seeded(model).train(), x)(x)).all())
 
 
 def test_what_does_not_train() -> None:

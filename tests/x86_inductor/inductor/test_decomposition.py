@@ -133,12 +133,8 @@ BEHIND: dict[str, tuple[list[nn.Module], Tensor, bool]] = {
         torch.randn(2, 4, 6, 6),
         False,
     ),
-    "two functions behind a linear": (
-        [nn.Linear(8, 8), nn.ReLU(), nn.GELU()],
-        torch.randn(4, 8),
-        False,
-    ),
-}
+    "two functions behind a linear": ([nn.Linear(8, 8), nn.ReLU(), nn.GELU()], torch.randn(4, 8), False),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("by_onednn")

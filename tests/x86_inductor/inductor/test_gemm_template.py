@@ -74,40 +74,23 @@ ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
     "more of gelu": (one_gelu(), rows(65), {}, False),
     "one of two": (perceptron(nn.GELU), rows(65), {}, True),
     "any rows": (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
-    "any rows of gelu": (
-        one_gelu(),
-        rows(4),
-        {"dynamic_shapes": ({0: Dim("batch", max=8)},)},
-        False,
-    ),
+    "any rows of gelu": (one_gelu(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, False),
     "behind convolutions": (image_net(), torch.randn(2, 3, 8, 8), {}, True),
     "no linear": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
     "a product in float": (Model(similar, inner=perceptron()), rows(3), {}, False),
-    "a gru": (
-        Model(recurrent, inner=perceptron(), gru=nn.GRU(16, 8, batch_first=True)),
-        rows(6),
-        {},
-        False,
-    ),
+    "a gru": (Model(recurrent, inner=perceptron(), gru=nn.GRU(16, 8, batch_first=True)), rows(6), {}, False),
     "dynamic": (perceptron(), rows(2), {"is_dynamic": True}, False),
     "per token": (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
     "weight-only": (perceptron(), rows(2), {"weight_only": True}, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
     at_once(
-        ADVICE,
-        "one row",
-        "more rows",
-        "one of two",
-        "any rows of gelu",
-        "a gru",
-        "dynamic",
-        "per token",
+        ADVICE, "one row", "more rows", "one of two", "any rows of gelu", "a gru", "dynamic", "per token"
     ),
-)
+)  # fmt: skip
 def test_who_is_advised(name: str) -> None:
     module, x, options, advised = ADVICE[name]
     expected, model = gemm_template.OPTIONS if advised else {}, lowered(module, x, **options)
@@ -129,14 +112,11 @@ def test_how_many_rows_are_few(functions: tuple[str], most: int) -> None:
 
 
 COMPILED = {
-    "relu": (perceptron(), {}),
-    "hardswish": (perceptron(nn.Hardswish), {}),
-    "leaky_relu": (perceptron(nn.LeakyReLU), {}),
-    "relu6": (perceptron(nn.ReLU6), {}),
-    "tanh": (perceptron(nn.Tanh), {}),
-    "add": (skip(), {}),
+    "relu": (perceptron(), {}), "hardswish": (perceptron(nn.Hardswish), {}),
+    "leaky_relu": (perceptron(nn.LeakyReLU), {}), "relu6": (perceptron(nn.ReLU6), {}),
+    "tanh": (perceptron(nn.Tanh), {}), "add": (skip(), {}),
     "per token": (skip(), {"is_dynamic": True, "per_token": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", at_once(COMPILED, "add"))

@@ -91,13 +91,9 @@ def _kind(node: Node) -> tuple[bool, bool]:
 
 IN_PLACE, COPIED = (True, False), (False, True)
 SUMS = [
-    (several, [IN_PLACE, COPIED, COPIED]),
-    (residual, [IN_PLACE]),
-    (two_residuals, [COPIED, COPIED]),
-    (a_view_is_read_later, [COPIED]),
-    (read_later, [COPIED]),
-    (adds_its_own_input, [COPIED]),
-]
+    (several, [IN_PLACE, COPIED, COPIED]), (residual, [IN_PLACE]), (two_residuals, [COPIED, COPIED]),
+    (a_view_is_read_later, [COPIED]), (read_later, [COPIED]), (adds_its_own_input, [COPIED]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def test_models(
 ) -> None:
     model = lowered(module(), make)
     path = tmp_path / "model.pt2" if mode == "package" else None
-    compiled = qompose.compile_lowered(model, mode, path=path)
-    assert_same(compiled, model, make)
+    assert_same(qompose.compile_lowered(model, mode, path=path), model, make)
     if path is not None:
         code = source(path)
         calls = [code.count(f"aoti_torch_{name}") for name in (PRODUCT, DEPTHWISE, ONEDNN)]
@@ -147,8 +146,7 @@ def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
-    model = lowered(nn.Linear(26, 4), image, weight_only=True)
-    assert native_calls.options(model) == {}
+    assert native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True)) == {}
 
 
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:

@@ -42,14 +42,11 @@ def test_weights_beyond_the_exact_range_are_not_packed() -> None:
 @pytest.mark.parametrize(
     ("weights", "allowed", "expected"),
     [
-        ((-64, 63), exactness.NARROW, True),
-        ((-65, 0), exactness.NARROW, False),
-        ((0, 64), exactness.NARROW, False),
-        ((-128, 127), exactness.FULL, True),
-        ((0, 0), None, False),
+        ((-64, 63), exactness.NARROW, True), ((-65, 0), exactness.NARROW, False),
+        ((0, 64), exactness.NARROW, False), ((-128, 127), exactness.FULL, True), ((0, 0), None, False),
         ((), exactness.NARROW, True),
     ],
-)
+)  # fmt: skip
 def test_weights_are_admitted_up_to_the_ends(
     weights: tuple[int, ...],
     allowed: tuple[int, int] | None,

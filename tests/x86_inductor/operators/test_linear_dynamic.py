@@ -27,16 +27,9 @@ EPS = torch.finfo(torch.float32).eps
 MODEST = settings(max_examples=40, deadline=None)
 WHOLE = (0, 255, EPS)
 POSTS: tuple[tuple[Any, ...], ...] = (
-    ("none",),
-    ("relu",),
-    ("gelu", [], "none"),
-    ("gelu", [], "tanh"),
-    ("swish",),
-    ("hardswish",),
-    ("hardtanh", [-0.5, 0.75]),
-    ("leaky_relu", [0.25]),
-    ("tanh",),
-)
+    ("none",), ("relu",), ("gelu", [], "none"), ("gelu", [], "tanh"), ("swish",), ("hardswish",),
+    ("hardtanh", [-0.5, 0.75]), ("leaky_relu", [0.25]), ("tanh",),
+)  # fmt: skip
 # Relative to the sum of magnitudes: float32 rounds each of a few additions and products.
 ROUNDING = 2.0**-21
 
@@ -141,8 +134,7 @@ class TestPerToken:
         offsets = torch.tensor([0.0, offset, -offset])[torch.arange(x[..., :1].numel()) % 3]
         x = x + offsets.view(x[..., :1].shape) * x.abs().mean()
         exact, size = per_token_exactly(x, *constants, symmetric)
-        actual = OPS.linear_dynamic_per_token(x, *constants, symmetric)
-        assert_close(actual, exact, size)
+        assert_close(OPS.linear_dynamic_per_token(x, *constants, symmetric), exact, size)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_rows_do_not_depend_on_each_other(self, symmetric: bool) -> None:

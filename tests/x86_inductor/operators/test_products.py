@@ -169,26 +169,20 @@ def test_gaps_between_numbers_do_not_matter_and_nothing_is_written_to(name: str)
 @pytest.mark.parametrize(
     ("name", "position", "value", "found"),
     [
-        ("linear", 0, torch.ones(2, 8), "float32"),
-        ("linear", 4, torch.ones(4), r"\(4,\)"),
-        ("linear", 8, torch.float32, "out_scale"),
-        ("linear", 8, torch.int32, "int32"),
+        ("linear", 0, torch.ones(2, 8), "float32"), ("linear", 4, torch.ones(4), r"\(4,\)"),
+        ("linear", 8, torch.float32, "out_scale"), ("linear", 8, torch.int32, "int32"),
         ("linear_add", 6, torch.ones(5), r"\(5,\)"),
         ("linear_add", 6, torch.ones(2, 3, 5, dtype=torch.int8), "int8"),
-        ("linear_add", 10, "gelu", "'gelu'"),
-        ("conv2d", 13, "tanh", "'tanh'"),
-        ("mean", 0, torch.ones(2, 4), "float32"),
-        ("mul", 0, torch.ones(2, 1), "float32"),
+        ("linear_add", 10, "gelu", "'gelu'"), ("conv2d", 13, "tanh", "'tanh'"),
+        ("mean", 0, torch.ones(2, 4), "float32"), ("mul", 0, torch.ones(2, 1), "float32"),
         ("mul", 3, torch.ones(2, 1), "float32"),
         ("avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "avg_pool2d"),
-        ("linear", 9, "sigmoid", "'sigmoid'"),
-        ("linear", 9, "hardtanh", "hardtanh"),
-        ("conv2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "conv2d"),
-        ("conv2d_add", 11, 0.5, r"0\.5"),
+        ("linear", 9, "sigmoid", "'sigmoid'"), ("linear", 9, "hardtanh", "hardtanh"),
+        ("conv2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "conv2d"), ("conv2d_add", 11, 0.5, r"0\.5"),
         ("max_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "max_pool2d"),
         ("adaptive_avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "adaptive_avg_pool2d"),
     ],
-)
+)  # fmt: skip
 def test_what_an_operator_does_not_take(name: str, position: int, value: Any, found: str) -> None:
     call = [*_calls()[name]]
     call[position] = value
@@ -211,12 +205,9 @@ def _as_fakes(call: tuple[Any, ...], mode: FakeTensorMode) -> list[Any]:
 
 
 SMALLER = [
-    ((2, 5), (3, 3), [0, 0], [1, 1]),
-    ((5, 1), (3, 3), [0, 0], [1, 1]),
-    ((4, 4), (3, 3), [0, 0], [1, 2]),
-    ((1, 9), (1, 5), [0, 0], [1, 3]),
-    ((1, 2), (5, 2), [1, 0], [1, 1]),
-]
+    ((2, 5), (3, 3), [0, 0], [1, 1]), ((5, 1), (3, 3), [0, 0], [1, 1]), ((4, 4), (3, 3), [0, 0], [1, 2]),
+    ((1, 9), (1, 5), [0, 0], [1, 3]), ((1, 2), (5, 2), [1, 0], [1, 1]),
+]  # fmt: skip
 """Images smaller than the kernel, where torch says that it can't be greater; one pixel less gave zeros."""
 CHANNELS = [(3, (4, 2, 3, 3), 1), (2, (4, 2, 3, 3), 2), (4, (5, 2, 3, 3), 2), (4, (4, 2, 3, 3), 0)]
 UNFIT: list[tuple[str, tuple[Any, ...], str]] = [

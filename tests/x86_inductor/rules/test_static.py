@@ -18,15 +18,10 @@ from tests.x86_inductor.small_models import assert_lowers_right, calls, converte
 
 IMAGE, SEQUENCE, ROWS = randn(2, 4, 9, 8), randn(2, 4, 9), randn(2, 3, 8)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
-    "hardswish": F.hardswish,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-}
+    "relu": F.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
+    "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+}  # fmt: skip
 QUANTIZE, DEQUANTIZE = (f"quantized_decomposed.{d}quantize_per_tensor" for d in ("", "de"))
 
 
@@ -182,8 +177,7 @@ def test_integers_go_from_one_product_to_the_next(name: str, restricted: bool) -
         first=nn.Conv2d(4, 4, 3, padding=1),
         second=nn.Conv2d(4, 4, 1),
     )
-    result = converted(model, IMAGE, reduce_range=restricted)
-    lowered = assert_lowers_right(result, IMAGE)
+    lowered = assert_lowers_right(converted(model, IMAGE, reduce_range=restricted), IMAGE)
     assert calls(lowered).count(QUANTIZE) == 1 and DEQUANTIZE not in calls(lowered)
 
 
@@ -199,8 +193,7 @@ def test_attention_stays_in_float() -> None:
     names = ("q", "k", "v", "out")
     result = converted(Model(attend, **{name: nn.Linear(8, 8) for name in names}), ROWS)
     assert set(rules(result).values()) == {"linear"}
-    lowered = assert_lowers_right(result, ROWS)
-    assert DEQUANTIZE not in calls(lowered)
+    assert DEQUANTIZE not in calls(assert_lowers_right(result, ROWS))
 
 
 def test_patches_behind_a_class_token_stay_in_float() -> None:

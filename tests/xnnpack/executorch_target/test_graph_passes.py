@@ -112,8 +112,7 @@ def test_runs_as_in_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "number" in name])
 def test_sums_with_a_number_are_left_in_float(name: str) -> None:
-    rows = qompose.report(quantized(name)).rows
-    assert any("dimensions" in row.reason for row in rows)
+    assert any("dimensions" in row.reason for row in qompose.report(quantized(name)).rows)
 
 
 @pytest.mark.full
@@ -153,8 +152,7 @@ EXPAND = "aten.expand_copy.default"
 
 def lowered(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Any:
     """The program of a function, which gives what the function gives, and its portable operators."""
-    model = Model(lambda m, x, y: function(x, y))
-    exported = torch.export.export(model, inputs, **options)
+    exported = torch.export.export(Model(lambda m, x, y: function(x, y)), inputs, **options)
     program = lower_to_executorch(exported.module(), inputs, **options)
     torch.testing.assert_close(program.run(*inputs), function(*inputs), rtol=1e-4, atol=1e-5)
     return program, [operator.name for operator in program.delegation.portable]

@@ -161,15 +161,12 @@ def test_sums_differences_and_products_of_all_pairs(a: QParams, b: QParams, out:
 # Real bounds and the scale they meet: ties at odd and even zero points, quotients whose product with
 # 1 / scale is below the tie, bounds beyond the range of the output, one bound, none.
 BOUNDS: dict[str, tuple[float, float, QParams]] = {
-    "odd ties": (-0.05, 0.35, (0.1, 3)),
-    "even ties": (-0.05, 0.35, (0.1, 4)),
+    "odd ties": (-0.05, 0.35, (0.1, 3)), "even ties": (-0.05, 0.35, (0.1, 4)),
     "odd halves": (-0.25, 2.25, (0.5, 3)),
     "quotient": (-0.13210609555244446, 0.13210609555244446, (0.011487486772239208, 0)),
     "another quotient": (-3.024672746658325, 3.024672746658325, (0.05873151123523712, 0)),
-    "relu6": (0.0, 6.0, (0.037, -100)),
-    "beyond": (-1e30, 1e9, (0.05, 5)),
-    "unit": (-1.0, 1.0, (0.05, 100)),
-}
+    "relu6": (0.0, 6.0, (0.037, -100)), "beyond": (-1e30, 1e9, (0.05, 5)), "unit": (-1.0, 1.0, (0.05, 100)),
+}  # fmt: skip
 
 
 def limits(low: float, high: float, out: QParams) -> tuple[int, int]:

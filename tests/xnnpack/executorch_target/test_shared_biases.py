@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,32 +24,19 @@ def twice(model: Any, x: Tensor) -> Tensor:
     return model.b(model.a(x).relu() * 5)
 
 
-def three_times(model: Any, x: Tensor) -> Tensor:
-    return model.a(model.b(model.a(x).relu() * 5) * 0.1)
-
-
-def beside_a_sum(model: Any, x: Tensor) -> Tensor:
-    return model.a(x) + model.a.bias * 2
-
-
-def linear() -> nn.Module:
-    return nn.Linear(4, 4)
-
-
-def conv() -> nn.Module:
-    return nn.Conv2d(4, 4, 3, padding=1)
-
-
-CASES = {
+linear, conv = partial(nn.Linear, 4, 4), partial(nn.Conv2d, 4, 4, 3, padding=1)
+CASES: dict[str, tuple[list[Callable[[], Any]], Callable[..., Tensor], tuple[int, ...]]] = {
     "linear called twice": ([linear], twice, (3, 4)),
     "conv called twice": ([conv], twice, (1, 4, 5, 5)),
     "two linears tied": ([linear, linear], twice, (3, 4)),
-    "two linears tied, three calls": ([linear, linear], three_times, (3, 4)),
+    "two linears tied, three calls": (
+        [linear, linear], lambda m, x: m.a(m.b(m.a(x).relu() * 5) * 0.1), (3, 4),
+    ),
     "two convs tied": ([conv, conv], twice, (1, 4, 5, 5)),
     "conv and depthwise conv tied": (
         [conv, lambda: nn.Conv2d(4, 4, 3, groups=4)], twice, (1, 4, 5, 5),
     ),
-    "a sum reads it too": ([linear], beside_a_sum, (3, 4)),
+    "a sum reads it too": ([linear], lambda m, x: m.a(x) + m.a.bias * 2, (3, 4)),
 }  # fmt: skip
 
 

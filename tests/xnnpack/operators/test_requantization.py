@@ -13,20 +13,13 @@ from tests.xnnpack.operators.arithmetic import examples, scales, zero_points
 
 # value, scale, zero point, integer on executorch 1.5.1 (behind a linear, a hardtanh, a clamp)
 SEEN = [
-    (-0.05, 0.1, 3, 2),
-    (0.35, 0.1, 3, 6),
-    (-0.05, 0.1, 4, 4),
-    (2.25, 0.5, 3, 8),
-    (-0.25, 0.5, 3, 2),
-    (6.0, 0.037, -100, 62),
-    (0.0, 0.037, -100, -100),
-    (1e9, 0.05, 5, 127),
-    (-1e30, 0.05, 5, -128),
+    (-0.05, 0.1, 3, 2), (0.35, 0.1, 3, 6), (-0.05, 0.1, 4, 4), (2.25, 0.5, 3, 8), (-0.25, 0.5, 3, 2),
+    (6.0, 0.037, -100, 62), (0.0, 0.037, -100, -100), (1e9, 0.05, 5, 127), (-1e30, 0.05, 5, -128),
     (3.0, 0.05, 100, 127),
     # 1 / scale times the value falls short of the tie that the quotient meets.
     (0.13210609555244446, 0.011487486772239208, 0, 12),
     (-3.024672746658325, 0.05873151123523712, 0, -52),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "scale", "zero_point", "expected"), SEEN)

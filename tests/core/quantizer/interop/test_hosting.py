@@ -239,16 +239,12 @@ class TestWhatIsNotDone:
             hosted(net(), toy(LINEAR, config=config))
 
     WARNED: ClassVar[dict[str, tuple[Callable[[], Any], str]]] = {
-        "balance": (
-            lambda: toy(BALANCED, config=replace(STATIC, balance=True)), "toy: .*balance=False",
-        ),
+        "balance": (lambda: toy(BALANCED, config=replace(STATIC, balance=True)), "toy: .*balance=False"),
         "bounds": (
             lambda: toy(replace(RELU, accepts={"output": BOUNDED})), "toy, rule relu: .*output of relu",
         ),
         "nothing": (lambda: toy(SIGMOID, LINEAR, config=None), "2 regions"),
-        "a selector that matches nothing": (
-            lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d",
-        ),
+        "a selector that matches nothing": (lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d"),
     }  # fmt: skip
 
     @pytest.mark.parametrize(("make", "named"), WARNED.values(), ids=WARNED)

@@ -103,8 +103,7 @@ class TestPlaces:
         for prepared in prepared_by(write):
             assert "sigmoid -> output" in points_of(prepared)
             assert torch.equal(prepared(X), PROGRAM.module()(X))
-            converted = qompose.convert_pt2e(prepared)
-            (last,) = named(converted, "output").all_input_nodes
+            (last,) = named(qompose.convert_pt2e(prepared), "output").all_input_nodes
             assert "dequantize_per_tensor" in str(last.target)
 
 
@@ -336,8 +335,7 @@ class TestVocabulary:
             put(linear, {linear.args[0]: UINT8}, UINT8)  # type: ignore[dict-item]
             put(add, dict.fromkeys(add.all_input_nodes, Shared(linear)), Shared(linear))
 
-        prepared = prepare(PROGRAM, qompose.compose(Foreign(), By(write)))
-        plan = plan_of(prepared)
+        plan = plan_of(prepare(PROGRAM, qompose.compose(Foreign(), By(write))))
         assert {c.owner for c in plan.claims if "add" in c.nodes} == {"tests.By"}
         (group,) = (g for g in plan.groups if "output of add" in map(str, g.points))
         assert getattr(group.spec, "dtype", None) is torch.uint8

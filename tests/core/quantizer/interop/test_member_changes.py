@@ -243,8 +243,7 @@ class TestMarks:
 
     @pytest.mark.parametrize("order", [0, 1], ids=["alone", "behind another"])
     def test_they_stay_on_what_it_owns_and_only_there(self, order: int) -> None:
-        members = [Linears()] * order + [Marking()]
-        prepared = prepare(PROGRAM, qompose.compose(*members))
+        prepared = prepare(PROGRAM, qompose.compose(*[Linears()] * order + [Marking()]))
         owned = [
             name for c in plan_of(prepared).claims for name in c.nodes if c.owner == "tests.Marking"
         ]
@@ -359,8 +358,7 @@ class TestCopies:
                     next(made.parameters()).mul_(2)
                 return made
 
-        prepared = prepare(PROGRAM, qompose.compose(Scaling()))
-        assert len(plan_of(prepared).rewrites) == 1
+        assert len(plan_of(prepare(PROGRAM, qompose.compose(Scaling()))).rewrites) == 1
 
 
 def test_a_node_in_front_of_what_it_reads_is_named() -> None:

@@ -185,8 +185,7 @@ class Whole(EachItsOwn):
 
 
 def test_it_follows_a_new_constant_of_two_operators() -> None:
-    program = export(TIED, X)
-    prepared = prepare(program, qompose.compose(Whole()))
+    prepared = prepare(export(TIED, X), qompose.compose(Whole()))
     points = points_of(prepared)
     assert {"a_bias -> linear", "b_bias -> linear_1"} <= points
     assert len({point for point in points if "new ->" in point}) == 2
@@ -202,6 +201,5 @@ class Marked(EachItsOwn):
 
 
 def test_what_is_said_of_a_read_stays_said() -> None:
-    program = export(TIED, X)
-    points = points_of(prepare(program, qompose.compose(Marked())))
+    points = points_of(prepare(export(TIED, X), qompose.compose(Marked())))
     assert {"output of b_weight", "b_weight -> linear", "b_weight -> linear_1"} <= points

@@ -150,8 +150,7 @@ def test_one_instance_serves_any_number_of_programs(member: str) -> None:
 
 
 def test_one_that_cannot_be_copied_is_used_itself_and_what_it_keeps_is_said() -> None:
-    quantizer = GALLERY["Uncopyable"]()
-    plan = plan_of(prepare(PROGRAM, qompose.compose(quantizer)))
+    plan = plan_of(prepare(PROGRAM, qompose.compose(GALLERY["Uncopyable"]())))
     (note,) = (note for note in plan.notes if note.startswith("tests.Uncopyable"))
     assert "programs_seen" in note and "keys" not in note
 
