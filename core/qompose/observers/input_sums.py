@@ -259,7 +259,8 @@ class MomentObserver(nn.Module):
             return [x] if bool(which) else []
         some = x[which.to(x.device)]
         taps = 1 if self.columns.window is None else math.prod(self.columns.window.size)
-        return some.split(max(1, _TOGETHER // (taps * some[0].numel()))) if len(some) else []
+        most = max(1, _TOGETHER // (taps * x[0].numel()))
+        return [some[first : first + most] for first in range(0, len(some), most)]
 
     def seen(self) -> Moments:
         """Return what was seen."""

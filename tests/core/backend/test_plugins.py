@@ -47,7 +47,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
     monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
     monkeypatch.delenv("QOMPOSE_TRACE", raising=False)
-    monkeypatch.setattr(discovery, "entry_points", lambda group: list(points) if group == discovery.GROUP else [])
+    monkeypatch.setattr(
+        discovery, "entry_points", lambda group: list(points) * (group == discovery.GROUP)
+    )
     discovery._load.cache_clear()
     yield add
     discovery._load.cache_clear()
