@@ -47,7 +47,7 @@ def independent_counts(model: GraphModule) -> dict[str, int]:
     """What `report.counts` must be, but for casts and kernels."""
     return {
         "observers": sum(
-            n.op == "call_module" and not str(n.target).startswith("means_") for n in nodes(model)
+            n.op == "call_module" and not str(n.target).startswith("sums_") for n in nodes(model)
         ),
         "quantize": len(calls(model, *QUANTIZE)),
         "dequantize": len(calls(model, *DEQUANTIZE)),
