@@ -333,8 +333,7 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
     """Return second moments of the input of a product.
 
     Raises:
-        NotKnown: none are kept, or the input never saw data.
-        NotChanged: all data is alike, or values are not finite.
+        NotChanged: none are kept, the input never saw data, all data is alike, or values are not finite.
     """
     columns, _ = columns_of(product)
     for _, value, observer in input_observers(found.model):
