@@ -27,7 +27,7 @@ from qompose.algorithms.products import (
 from qompose.algorithms.scale_search import ScaleSearch
 from qompose.algorithms.smooth_quant import Smoothing
 from qompose.backend.discovery import algorithms
-from qompose.spec.algorithm_choice import ALGORITHM_WORDS
+from qompose.spec.algorithm_choice import ALGORITHM_WORDS, AlgorithmChoice
 from qompose.spec.claim import Claim
 
 __all__ = [
@@ -58,7 +58,6 @@ OWN: tuple[Algorithm, ...] = (
     BiasCorrection(),
 )
 """qompose's, in the order in which stages ask them; those of other packages come after GPTQ."""
-_BEFORE = OWN.index(OWN[-1])
 
 
 def algorithms_of(claims: Iterable[Claim]) -> Algorithms:
@@ -67,10 +66,13 @@ def algorithms_of(claims: Iterable[Claim]) -> Algorithms:
     Raises:
         PluginError: one that is asked for by word cannot be loaded.
     """
-    others = list[Algorithm]()
+    choices, others = list[AlgorithmChoice](), list[Algorithm]()
     for choice in (choice for claim in claims for choice in claim.algorithms):
+        if choice not in choices:  # objects need not be hashable, and loading reads packages
+            choices.append(choice)
+    for choice in choices:
         if isinstance(choice, str) and choice not in ALGORITHM_WORDS:
             choice = load_algorithm(choice)
         if isinstance(choice, Algorithm) and choice not in others:
             others.append(choice)
-    return Algorithms((*OWN[:_BEFORE], *others, *OWN[_BEFORE:]))
+    return Algorithms((*OWN[:-1], *others, OWN[-1]))

@@ -25,6 +25,7 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
+    NOTHING,
     InputRows,
     NotChanged,
     NotKnown,
@@ -37,15 +38,12 @@ from qompose.algorithms.products import (
     taps_of,
     weight_group,
 )
-from qompose.observers.input_sums import MeanObserver, input_observers
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in
 from qompose.program.graph import address_of, constant_of, value_of
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import integers_of, values_of_integers
-
-_NOTHING = 1e-30
 
 
 class BiasCorrection(Algorithm):
@@ -77,11 +75,6 @@ class BiasCorrection(Algorithm):
 class _Correction:
     def __init__(self, found: Calibrated) -> None:
         self._found, self._factors, model = found, found.factors, found.model
-        self._observers = {
-            value: observer
-            for _, value, observer in input_observers(model)
-            if isinstance(observer, MeanObserver)
-        }
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
 
@@ -118,8 +111,8 @@ class _Correction:
 
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
-        observer = self._observers.get(product.source)
-        found = "they were not kept" if observer is None else observer.seen().values()
+        observer = self._found.sums.get((product.source, None))
+        found: Tensor | str = "they were not kept" if observer is None else observer.seen().values()
         if isinstance(found, str):
             raise NotKnown(f"of the means of {product.source.name}: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):
@@ -136,7 +129,7 @@ class _Correction:
         try:
             rows = rows_read(self._found, product, reader)
         except NotChanged:
-            if self._observers[product.source].asked:
+            if self._found.sums[product.source, None].asked:
                 return
             raise
         gain = _gain(rows, taps_of(rounding, reader.groups, reader.transposed).sum(3), mean)
@@ -170,7 +163,7 @@ def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
         held.shifted(half.mean()).error(rounding)
         for held, half in ((first, second), (second, first))
     ]
-    return rows.error(rounding) / max(known, sum(held_back), _NOTHING)
+    return rows.error(rounding) / max(known, sum(held_back), NOTHING)
 
 
 def _moved(product: Operands, rounding: Tensor, mean: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.algorithms.channel_factors import ChannelFactors, Factors, is_per_channel
 from qompose.observers.channel_ranges import OUTPUT, Balance
+from qompose.observers.input_sums import Columns, input_observers
 from qompose.observers.make_observer import eps_of, make_observer
 from qompose.plan.plan import Plan
 from qompose.spec.qdq import QParams, in_rows
@@ -80,6 +82,14 @@ class Calibrated:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+
+    @cached_property
+    def sums(self) -> dict[tuple[Node, Columns | None], Any]:
+        """The observers of sums over inputs, by the input and the columns of second moments."""
+        return {
+            (value, getattr(observer, "columns", None)): observer
+            for _, value, observer in input_observers(self.model)
+        }
 
     def is_whole(self, number: int) -> bool:
         """Tell whether all claims of a group are followed."""

@@ -134,7 +134,7 @@ class Equalization(Algorithm):
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         nodes = {node.name: node for node in nodes_in(model)}
-        asking = [claim for claim in claims if EQUALIZATION in claim.algorithms]
+        asking = [*filter(self.is_asked, claims)]
         if not asking:
             return Rewritten()
         products, reasons = _products(model, asking, nodes)

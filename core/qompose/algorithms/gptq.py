@@ -33,6 +33,7 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
+    NOTHING,
     InputMoments,
     InputRows,
     NotChanged,
@@ -62,7 +63,6 @@ _BLOCK = 64
 """Columns whose errors are handed on to the others together, which is one large product."""
 _JUDGED = 256
 """How many outputs, at least, the gain is measured on."""
-_NOTHING = 1e-30
 Inputs = InputRows | InputMoments
 
 
@@ -180,9 +180,10 @@ class _Rounding:
         self, forms: Sequence[_Form], first: Inputs, second: Inputs
     ) -> tuple[_Form, float]:
         """Return the form that is best on the half that it is not rounded by, and its gain there."""
-        before = self.error(self.nearest(), first) + self.error(self.nearest(), second)
+        nearest = self.nearest()
+        before = self.error(nearest, first) + self.error(nearest, second)
         gains = {
-            form: before / max(self._held_back(form, first, second), _NOTHING) for form in forms
+            form: before / max(self._held_back(form, first, second), NOTHING) for form in forms
         }
         return max(gains.items(), key=lambda item: item[1])
 
@@ -272,7 +273,7 @@ def _inverse_root(moments: Tensor, believed: float) -> Tensor:
     It is computed of the correlations, whose smallest eigenvalue is the part that is not believed, at least:
     float32 is enough.
     """
-    sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=_NOTHING).sqrt()
+    sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=NOTHING).sqrt()
     shrunk = believed * moments / (sizes[:, None] * sizes[:, :, None])
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(shrunk))

@@ -50,9 +50,9 @@ class Algorithm:
     """Something that changes a program for the accuracy of its integers.
 
     Stages call the methods of each algorithm that a program's claims ask for, and know none by name. Override
-    what you need: every method does nothing by default. In training only `watch_channels` is
-    called, and what it wants is not kept. A subclass with options is best a frozen dataclass: two
-    configurations ask for the same algorithm if the objects are equal.
+    what you need: every method does nothing by default. In training only `watch_channels` is called, and what
+    it wants is not kept. A subclass with options is best a frozen dataclass: two configurations ask for the
+    same algorithm if the objects are equal.
 
     Attributes:
         word: by which configurations ask for it, in `algorithms=`, and which lines of the report begin with.

@@ -22,7 +22,7 @@ from qompose.observers.auto_range import (
     squared_sizes,
 )
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
-from qompose.observers.input_sums import Columns, Window, input_observers
+from qompose.observers.input_sums import Columns, Window
 from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
 from qompose.program.graph import (
@@ -98,6 +98,10 @@ class Operands:
             behind_modules(node.args[1]),
             None if bias is None else behind_modules(bias),
         )
+
+
+NOTHING = 1e-30
+"""In place of an error of zero, to divide by."""
 
 
 class NotChanged(Exception):  # noqa: N818 - a state, not a mistake
@@ -336,10 +340,8 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
         NotChanged: none are kept, the input never saw data, all data is alike, or values are not finite.
     """
     columns, _ = columns_of(product)
-    for _, value, observer in input_observers(found.model):
-        if value is product.source and getattr(observer, "columns", None) == columns:
-            break
-    else:
+    observer = found.sums.get((product.source, columns))
+    if observer is None:
         raise NotKnown("no second moments of its input were kept")
     total, count = observer.total, observer.count
     if not bool(count.any()):

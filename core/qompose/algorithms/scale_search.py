@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
-from qompose.algorithms.products import NotChanged, product_node
+from qompose.algorithms.products import NOTHING, NotChanged, product_node
 from qompose.observers.make_observer import make_observer
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.program.graph import constant_of
@@ -30,7 +30,6 @@ from qompose.spec.quantization_spec import class_of
 
 _PARTS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the range of all values; the first that is best is taken."""
-_NOTHING = 1e-30
 
 
 class ScaleSearch(Algorithm):
@@ -40,16 +39,14 @@ class ScaleSearch(Algorithm):
 
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
         plan = found.plan
-        claims = [plan.claims[claim] for claim in plan.groups[number].claims]
-        products = [product_node(claim, found.nodes) for claim in claims]
         weight = found.nodes[plan.groups[number].points[0].source]
+        claims = [plan.claims[claim] for claim in plan.groups[number].claims]
         if constant_of(weight) is None or not all(map(self.is_wanted, claims)):
             return None
         try:
             _check(found, number)
-            chosen, gain = _searched(
-                found, number, q, is_product=all(p is not None for p in products)
-            )
+            products = all(product_node(claim, found.nodes) is not None for claim in claims)
+            chosen, gain = _searched(found, number, q, is_product=products)
         except NotChanged as reason:
             if any(map(self.is_asked, claims)):
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
@@ -95,7 +92,7 @@ def _searched(
     if not sum(after) < sum(before):
         raise NotChanged("no narrower range has a smaller error")
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
-    return replace(q, scale=scale, zero_point=zero_point), sum(before) / max(sum(after), _NOTHING)
+    return replace(q, scale=scale, zero_point=zero_point), sum(before) / max(sum(after), NOTHING)
 
 
 def _rows(weight: Tensor, q: QParams) -> Iterator[Tensor]:

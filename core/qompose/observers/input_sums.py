@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,30 @@ class Means:
         return facts and torch.equal(self.total, other.total)
 
 
-class MeanObserver(nn.Module):
+class _SumObserver(nn.Module):
+    """An observer that adds up what it sees, on the device where that is."""
+
+    _is_impure = True  # nothing reads its result, and it is called for its effect
+    what: ClassVar[str]
+    """What the sums are called in messages."""
+    asked = True
+    """Whether somebody wants it by word, and not only where it is known."""
+    total: Tensor
+    count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x` and return it unchanged."""
+        if x.numel():
+            if self.total.device != x.device:
+                self.to(x.device)
+            self._add(x.detach())
+        return x
+
+    def _add(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+class MeanObserver(_SumObserver):
     """Adds up each channel of what it sees.
 
     Args:
@@ -77,12 +100,7 @@ class MeanObserver(nn.Module):
         dim: their dimension.
     """
 
-    _is_impure = True  # nothing reads its result, and it is called for its effect
     what = "means"
-    asked = True
-    """Whether somebody wants it by word, and not only where it is known."""
-    total: Tensor
-    count: Tensor
     largest: Tensor
 
     def __init__(self, channels: int, dim: int) -> None:
@@ -92,15 +110,7 @@ class MeanObserver(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Observe `x` and return it unchanged."""
-        if x.numel():
-            self._add(x.detach())
-        return x
-
     def _add(self, x: Tensor) -> None:
-        if self.total.device != x.device:
-            self.to(x.device)
         inner = [d for d in range(x.dim()) if d != self.dim % x.dim()]
         exact = x.double()
         self.largest = torch.maximum(self.largest, exact.abs().amax())
@@ -214,7 +224,7 @@ class Moments:
         return torch.equal(self.count, other.count) and torch.equal(self.total, other.total)
 
 
-class MomentObserver(nn.Module):
+class MomentObserver(_SumObserver):
     """Adds up products of the columns of what it sees.
 
     Args:
@@ -222,11 +232,7 @@ class MomentObserver(nn.Module):
         width: how many columns each group has.
     """
 
-    _is_impure = True
     what = "second moments"
-    asked = True
-    total: Tensor
-    count: Tensor
 
     def __init__(self, columns: Columns, width: int) -> None:
         super().__init__()
@@ -235,15 +241,7 @@ class MomentObserver(nn.Module):
         self.register_buffer("total", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Observe `x` and return it unchanged."""
-        if x.numel():
-            self._add(x.detach())
-        return x
-
     def _add(self, x: Tensor) -> None:
-        if self.total.device != x.device:
-            self.to(x.device)
         second = example_hashes(x, self.columns.dim) & 1 == 1
         total, count = self.total.clone(), self.count.clone()
         for half, which in enumerate((~second, second)):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -121,13 +121,17 @@ def _check(choice: object, word: object, mode: str, weight: Any) -> None:
         raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of algorithms")
 
 
+def by_owner(claims: Iterable[Any]) -> Iterator[str]:
+    """Yield, for each owner of claims and algorithm that they ask for, both with the number of products."""
+    asked = Counter((claim.owner, str(choice)) for claim in claims for choice in claim.algorithms)
+    for (owner, choice), number in asked.items():
+        yield f"{owner}: {choice} of {number} product{'s' * (number != 1)}"
+
+
 def not_in_training(claims: Iterable[Any]) -> list[str]:
     """Say of which claims' algorithms nothing is made in a program that is to be trained."""
-    asked = Counter(
-        (claim.owner, word) for claim in claims for word in map(word_of, claim.algorithms)
-    )
     return [
-        f"{owner}: {word} of {number} product{'s' * (number != 1)} was not made: the model is to be trained, "
-        "and training finds weights that suit their integers"
-        for (owner, word), number in asked.items()
+        f"{phrase} was not made: the model is to be trained, and training finds weights that suit their "
+        "integers"
+        for phrase in by_owner(claims)
     ]

@@ -33,6 +33,7 @@ from qompose.quantizer.arbitration import (
     wanted_rewrites,
 )
 from qompose.quantizer.tied_weights import unify_specs
+from qompose.spec.algorithm_choice import by_owner
 from qompose.spec.claim import (
     Claim,
     Composition,
@@ -203,7 +204,8 @@ def _check_operators(claims: Sequence[Claim]) -> None:
 
 def _undone(claims: Sequence[Claim]) -> Iterator[str]:
     """Say which parts of claims no host follows."""
-    yield from _algorithms_left_out(claims)
+    for phrase in by_owner(claims):
+        yield f"{phrase} is not made; a configuration without algorithms does not ask for it"
     balanced = Counter(c.owner for c in claims if c.product is not None and c.product.balanced)
     for owner, number in balanced.items():
         yield (
@@ -217,15 +219,6 @@ def _undone(claims: Sequence[Claim]) -> Iterator[str]:
                 f"{claim.owner}, rule {claim.rule}: nobody checks that its kernel takes the scale and zero "
                 f"point of {', '.join(points)}"
             )
-
-
-def _algorithms_left_out(claims: Sequence[Claim]) -> Iterator[str]:
-    asked = Counter((claim.owner, word) for claim in claims for word in claim.algorithms)
-    for (owner, word), number in asked.items():
-        yield (
-            f"{owner}: {word} of {number} product{'s' * (number != 1)} is not made; a configuration without "
-            "algorithms does not ask for it"
-        )
 
 
 def _unclaimed(composition: Composition, claims: Sequence[Claim]) -> Iterator[str]:

@@ -140,7 +140,7 @@ def _crop_by_slices(graph: Graph) -> None:
         if node.target not in PADS or not _is_constant(node):
             continue
         pads: Any = node.args[1]
-        if all(isinstance(size, int) for size in pads):
+        if all(isinstance(size, int) for size in pads) and any(size < 0 for size in pads):
             _crop(node, pads)
 
 
