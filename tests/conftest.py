@@ -9,10 +9,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch._export.utils
 from hypothesis import settings
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.json import JSONSnapshotExtension
@@ -30,6 +32,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
 
+
+_materialize = torch._export.utils._materialize_cpp_cia_ops
+
+
+@cache
+def _materialize_once(number: int) -> None:
+    _materialize()
+
+
+# torch looks up some thousand operators for each namespace in each decomposition, a tenth of a second.
+torch._export.utils._materialize_cpp_cia_ops = lambda: _materialize_once(
+    len(torch._C._dispatch_get_all_op_names())
+)
 
 ON_THE_RUNTIME = (
     "tests/xnnpack/",

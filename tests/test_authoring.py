@@ -136,10 +136,8 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "instead_of", "check"),
-    [FAULTS[0], *(pytest.param(*fault, marks=pytest.mark.full) for fault in FAULTS[1:])],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("wrong", "instead_of", "check"), FAULTS)
 def test_a_wrong_kernel_fails(place: Place, wrong: str, instead_of: str, check: str) -> None:
     """The suite of a project is no formality; the tutorial shows what it says, but for the numbers."""
     module = place.project(BACKEND) / f"qompose_{BACKEND}" / "__init__.py"

@@ -216,6 +216,7 @@ class TestInstalled:
         assert {row["name"]: row["distribution"] for row in rows} == BACKENDS
         assert [row["problem"] for row in rows] == [None] * 3
 
+    @pytest.mark.full
     @needs_x86
     def test_checked(self, full: Site) -> None:
         assert [row["problem"] for row in full.qompose("backends", "--check")] == [None] * 3
@@ -231,6 +232,7 @@ class TestInstalled:
     def test_work_together(self, full: Site, names: tuple[str, ...]) -> None:
         assert json.loads(full.script(QUANTIZE, *names)) == sorted(names)
 
+    @pytest.mark.full
     def test_missing_runtime_names_its_extra(self, full: Site) -> None:
         """executorch is an extra, and is not installed here."""
         code = QUANTIZE.replace("progress=False)", "progress=False, target='executorch')")

@@ -84,6 +84,7 @@ def looped(backend: str) -> str:
     return outcome(model)
 
 
+@pytest.mark.full
 def test_processes_decide_what_a_loop_decides(tmp_path: Path) -> None:
     done = together(tmp_path, BODY)
     assert not any(process.returncode for process in done), done[0].stderr

@@ -87,6 +87,7 @@ def run_in(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
     return done
 
 
+@pytest.mark.full
 def test_from_an_exported_program_to_int8_kernels_and_back(folder: Path) -> None:
     """Quantize in one process, report in another, lower in a third."""
     line = "quantize tagger.pt2 --backend embedding --backend xnnpack --json --strict"

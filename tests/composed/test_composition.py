@@ -130,7 +130,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # no rule of a backend's
-@pytest.mark.parametrize(("model", "product"), at_once(EVERY, *EVERY[::9]), ids=str)
+@pytest.mark.parametrize(("model", "product"), at_once(EVERY, *EVERY[::25]), ids=str)
 def test_prepared_models_are_the_exported_ones_but_for_listed_rewrites(
     model: ZooModel, product: str
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from tests.core.algorithms.test_smoothing import block
 from tests.core.toy import Model, export, randn
 from tests.products import x86, xnnpack
+from tests.sampling import at_once
 
 QUANTIZERS: dict[str, Callable[..., Any]] = {"xnnpack": xnnpack, "x86": x86}
 SHAPES = {"images": (3, 12, 12), "tokens": (16, 32), "two inputs": (40,)}
@@ -63,9 +65,10 @@ def network(name: str) -> tuple[nn.Module, torch.export.ExportedProgram]:
     return model, export(model, randn(4, *SHAPES[name]), dynamic_shapes=dims)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("backend", QUANTIZERS)
+CASES = [*product(QUANTIZERS, SHAPES, KINDS)]
+
+
+@pytest.mark.parametrize(("backend", "name", "kind"), at_once(CASES, *CASES[::7]))
 def test_no_worse_than_ranges_of_all_values(backend: str, name: str, kind: str) -> None:
     (model, program), (number, odd) = network(name), KINDS[kind]
     data = odd(*usual(name, 1))[:number]

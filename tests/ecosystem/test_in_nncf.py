@@ -13,7 +13,6 @@ import qompose
 from tests import products
 from tests.core.toy import sqnr
 from tests.interop.peers import Converted, executorch_xnnpack, torchao_x86
-from tests.sampling import at_once
 from tests.zoo import by_name
 
 with warnings.catch_warnings():
@@ -35,12 +34,10 @@ def by_nncf(model: str, quantizer: Any) -> Converted:
 QUANTIZERS = {"xnnpack": (products.xnnpack, executorch_xnnpack), "x86": (products.x86, torchao_x86)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "quantizer"),
-    at_once(
-        itertools.product(("bottleneck", "mlp", "vision_transformer"), QUANTIZERS),
-        *(("bottleneck", "xnnpack"), ("vision_transformer", "x86")),
-    ),
+    [*itertools.product(("bottleneck", "mlp", "vision_transformer"), QUANTIZERS)],
 )
 def test_as_with_the_quantizers_of_torchao(model: str, quantizer: str) -> None:
     ours, theirs = QUANTIZERS[quantizer]

@@ -70,6 +70,7 @@ def test_the_machinery(
     assert ElementTree.parse(picture).getroot().findall(".//{*}polyline")
 
 
+@pytest.mark.full
 def test_networks_are_validated_on_images_that_they_did_not_learn_from(qat: ModuleType) -> None:
     training, test = qat.task.load()
     parts = qat.splits(validates=True)

@@ -83,15 +83,12 @@ MODELS = [
     ("x86", "attention_latents", 1, 0, COMPUTED),
 ]
 """Quantizer, model, and how many quantize and dequantize operators we have more than torchao, and why."""
-NOW = {
-    ("x86", "in_place"),
-    *(("xnnpack", name) for name in ("mlp_bn", "scalars", "gru_cell", "weight_sliced")),
-}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("quantizer", "name", "quantizes", "dequantizes", "reason"),
-    at_once(MODELS, *(row for row in MODELS if row[:2] in NOW)),
+    MODELS,
 )
 def test_models_of_the_zoo(
     quantizer: str, name: str, quantizes: int, dequantizes: int, reason: str

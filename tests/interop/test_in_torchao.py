@@ -141,9 +141,8 @@ def test_tables() -> None:
         assert 0 < int(distance.max()) <= 1
 
 
-@pytest.mark.parametrize(
-    "model", at_once(("bottleneck", "embedding_mlp", "vision_transformer"), "embedding_mlp")
-)
+@pytest.mark.full
+@pytest.mark.parametrize("model", ("bottleneck", "embedding_mlp", "vision_transformer"))
 def test_the_result_is_exported_and_runs_on_executorch(model: str) -> None:
     inputs = by_name(model).inputs()
     converted = by_torchao(by_name(model).export(), QUANTIZERS["embedding+xnnpack"](), inputs)
@@ -381,5 +380,6 @@ print(convert_pt2e(prepared).code.count("torch.ops.quantized_decomposed.quantize
 """
 
 
+@pytest.mark.full
 def test_torchao_is_not_imported_and_may_come_later() -> None:
     assert python("-c", FLOW).strip() == "2"

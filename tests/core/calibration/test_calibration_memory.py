@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from tests.core.calibration.test_collecting import BALANCED_LINEAR
 from tests.core.live_bytes import LiveBytes
 from tests.core.toy import LINEAR, SIGMOID, Model, export, prepare, randn, seeded, toy
+from tests.sampling import at_once
 
 FEW, MANY, ROWS_OF_BATCH = 10, 30, 256
 LAYERS = {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8)}
@@ -44,6 +45,7 @@ QUANTIZERS = {
     "balanced": toy(BALANCED_LINEAR, config=replace(with_range(), balance=True)),
     "channels": toy(LINEAR, SIGMOID, config=of_channels()),
 }
+NOW = [(name, FEW, MANY) for name in ("auto", "balanced")]
 
 
 def batches(count: int) -> Iterator[Tensor]:
@@ -64,7 +66,7 @@ def peak(model: GraphModule, count: int) -> int:
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [
-        *((name, FEW, MANY) for name in QUANTIZERS),
+        *at_once([(name, FEW, MANY) for name in QUANTIZERS], *NOW),
         *(pytest.param(n, 300, 1000, marks=pytest.mark.full) for n in ("histogram", "balanced")),
     ],
 )

@@ -48,6 +48,7 @@ from tests.core.toy import (
     seeded,
     toy,
 )
+from tests.sampling import at_once
 
 BATCH = {0: torch.export.Dim("batch")}
 
@@ -139,7 +140,7 @@ def seen(kind: str = "histogram") -> Statistics:
 
 
 class TestMerging:
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", at_once(KINDS, "histogram", "balanced"))
     @settings(max_examples=5, deadline=None)
     @given(
         cuts=st.lists(st.integers(1, 39), max_size=4).map(sorted),

@@ -69,6 +69,7 @@ def compiled(model: GraphModule) -> Iterator[Any]:
     assert not path.parent.exists()
 
 
+@pytest.mark.full
 def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
     model: GraphModule, compiled: Any, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
     assert known >= TORCH_NAMESPACES, "operators of these are let through"
 
 
+@pytest.mark.full
 def test_inputs_of_another_layout_type_or_shape(model: GraphModule, compiled: Any) -> None:
     """The code of a package looks at none: it would read memory as it is not."""
     factor = torch.tensor(3.0)

@@ -135,8 +135,7 @@ STRAYS: dict[str, tuple[Function, list[tuple[str, str]], bool]] = {
 
 
 AT_ONCE = (
-    *("between two delegates", "inputs read by two delegates", "an alias between"),
-    *("for a portable convolution, but not of its weight", "a reshape behind a transpose"),
+    *("between two delegates", "for a portable convolution, but not of its weight"),
     "rounding between portable operators, through an alias",
 )
 

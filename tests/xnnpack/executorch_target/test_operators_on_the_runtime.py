@@ -14,7 +14,6 @@ from torch.nn import functional
 
 pytest.importorskip("executorch")
 
-from tests.sampling import at_once
 from tests.xnnpack.executorch_target.runtime import (
     FULL,
     Case,
@@ -115,14 +114,9 @@ def assert_clamped(name: str, ends: tuple[int, int], there: Tensor, here: Tensor
             assert actual == end, name
 
 
-AT_ONCE = ("stride and padding", "gaps without input", "grouped")
-
-
-@pytest.mark.parametrize(
-    "names", at_once([(AT_ONCE,), (tuple(TRANSPOSED),)], (AT_ONCE,)), ids=["some", "all"]
-)
-def test_transposed_convolutions(names: tuple[str, ...]) -> None:
-    check({name: TRANSPOSED[name] for name in names})
+@pytest.mark.full
+def test_transposed_convolutions() -> None:
+    check(TRANSPOSED)
 
 
 def pair(name: str, a: QParams, b: QParams, out: QParams) -> Case:
@@ -200,15 +194,14 @@ def behind(name: str, low: float, high: float, out: QParams) -> Case:
     return Case(graph, here, inputs, constants)
 
 
-# Lowering costs per operator, so only one of them meets all bounds, and those in the full run.
-SOME = {"linear": ("odd ties", "quotient", "beyond"), "conv2d": ("odd ties",)}
+# Lowering costs per operator, so only one of them meets all bounds.
 TELLING = ("odd ties", "beyond")
 MANY = {"linear": tuple(BOUNDS), "conv2d": TELLING, "conv_transpose2d": TELLING}
 
 
-@pytest.mark.parametrize("chosen", at_once([SOME, MANY], SOME), ids=["some", "all"])
-def test_bounds_of_a_fused_hardtanh(chosen: dict[str, tuple[str, ...]]) -> None:
-    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in chosen for key in chosen[name]}
+@pytest.mark.full
+def test_bounds_of_a_fused_hardtanh() -> None:
+    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in MANY for key in MANY[name]}
     cases = {case: behind(*args) for case, args in keys.items()}
     check(cases, bounds={case: limits(*args) for case, (_, *args) in keys.items()})
 
