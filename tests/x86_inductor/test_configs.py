@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ class TestNames:
             ({"is_dynamic": True, "per_token": True}, "dynamic per token"),
             (WEIGHT_ONLY, "weight-only int8"),
             ({**WEIGHT_ONLY, "group_size": 64}, "weight-only int4 groups of 64"),
+            ({**WEIGHT_ONLY, "group_size": 64, "symmetric": False},
+             "weight-only int4 groups of 64, zero points per group"),
             ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
@@ -77,7 +80,8 @@ class TestNames:
     def test_those_of_the_backend(self) -> None:
         assert list(qompose.backend.load_backend("x86_inductor").configs) == [
             "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
-            "weight-only int8", "weight-only int4 groups of 32", "weight-only int4 groups of 128",
+            "weight-only int8", "weight-only int4 groups of 32",
+            "weight-only int4 groups of 32, zero points per group", "weight-only int4 groups of 128",
             "weight-only float16",
         ]  # fmt: skip
 
@@ -119,6 +123,24 @@ class TestRanges:
         assert scale.shape == (8, 2)
         assert torch.equal(scale, scale.bfloat16().float())
 
+    def test_zero_points_of_groups_are_bytes(self, tmp_path: Path) -> None:
+        """Values on one side of 0 have twice as fine a step, in each form of the model and on file."""
+        model, x = nn.Linear(64, 8).eval(), torch.randn(2, 64)
+        with torch.no_grad():
+            model.weight.copy_(
+                torch.rand(8, 64) + torch.arange(-8.0, 8).view(8, 2).repeat_interleave(32, 1)
+            )
+        chosen = [CONFIG(**WEIGHT_ONLY, group_size=32, symmetric=side) for side in (True, False)]
+        symmetric, own = (convert(model, X86InductorQuantizer().set_global(c), x) for c in chosen)
+        (zero,) = [v for n, v in own.named_buffers() if n.endswith("weight_zero_point")]
+        assert zero.shape == (8, 2) and zero.dtype is torch.int8
+        exact = model(x)
+        assert (own(x) - exact).norm() < (symmetric(x) - exact).norm()
+        qompose.save(own, tmp_path / "model.qompose")
+        lowered = qompose.lower(qompose.load(tmp_path / "model.qompose"))
+        assert qompose.report(lowered).rows[0].state == "float kernel on integers"
+        torch.testing.assert_close(lowered(x), own(x), rtol=1e-5, atol=1e-5)
+
 
 def convert(
     model: nn.Module, quantizer: qompose.Quantizer, x: Tensor | None = None
@@ -139,6 +161,7 @@ class TestWhatExcludesWhat:
             ("weight_only", {**WEIGHT_ONLY, "reduce_range": True}), ("per_token=True", {"per_token": True}),
             ("per_token=True", {"per_token": True, **WEIGHT_ONLY}),
             ("reduce_range", {"per_token": True, "is_dynamic": True, "reduce_range": True}),
+            ("symmetric=False needs group_size", {**WEIGHT_ONLY, "symmetric": False}),
             ("group_size=32", {"group_size": 32}), ("group_size=32", {"group_size": 32, "is_dynamic": True}),
             ("48", {"group_size": 48, **WEIGHT_ONLY}), ("widest", {**WEIGHT_ONLY, "range": "widest"}),
             ("weight_range .*'widest'", {"weight_range": "widest"}),
@@ -154,7 +177,16 @@ class TestWhatExcludesWhat:
             CONFIG(**options)
 
     @pytest.mark.parametrize(
-        "name", ["is_qat", "is_dynamic", "reduce_range", "weight_only", "per_token", "balance"]
+        "name",
+        [
+            "is_qat",
+            "is_dynamic",
+            "reduce_range",
+            "weight_only",
+            "per_token",
+            "balance",
+            "symmetric",
+        ],
     )
     def test_words_and_numbers_for_booleans(self, name: str) -> None:
         for value in (0, 1, None, "no", torch.tensor(True)):

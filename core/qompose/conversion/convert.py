@@ -55,6 +55,7 @@ from qompose.spec.qdq import (
     evaluated,
     fold_quantized_constants,
     integers_of,
+    per_group,
     read_buffer,
     static_pair,
 )
@@ -349,7 +350,7 @@ class _QDQInserter:
         with node.graph.inserting_before(node):
             scale = self._buffer(f"{base}_scale", q.scale, like)
             if bool(q.zero_point.any()):
-                zero_point = self._buffer(f"{base}_zero_point", q.zero_point, like)
+                zero_point = self._buffer(f"{base}_zero_point", _stored(q, shape), like)
             else:
                 zero_point = self._zero(q.zero_point, like)
         return static_pair(q, shape, scale, zero_point)
@@ -504,6 +505,20 @@ def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
     cast = _call(_to, (value, dtype), like, example.to(dtype))
     tag(cast, **{CAST_TAG: True})
     return cast
+
+
+def _stored(q: QParams, shape: tuple[int, ...]) -> Tensor:
+    """Return zero points in the type that the model holds them in: a byte for each group, else eight.
+
+    Eight bytes would be half of what 32 weights of four bits take. torch's operator for groups subtracts in the
+    integers' own type, which holds the difference of two integers of at most seven bits.
+    """
+    narrow = (
+        per_group(q, shape)
+        and q.dtype is torch.int8
+        and q.high - q.low <= torch.iinfo(torch.int8).max
+    )
+    return q.zero_point.to(torch.int8) if narrow else q.zero_point
 
 
 def _base(node: Node) -> str:

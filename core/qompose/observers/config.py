@@ -170,19 +170,23 @@ def weight_spec(
     per_channel: bool = True,
     group_size: int | None = None,
     range: str = "minmax",
+    symmetric: bool = True,
 ) -> QuantizationSpec:
-    """Return symmetric int8 storage with a scale for each output channel, in dimension 0.
+    """Return int8 storage with a scale for each output channel, in dimension 0.
 
     Args:
         low, high: the bounds of the integers; -8 and 7 for four bits.
         per_channel: False: one scale for the whole weight. Of no effect in groups.
         group_size: one scale for so many inputs in a row, rounded to bfloat16.
         range: how the range is estimated, see `weight_observer_for_range`; "minmax" alone in groups.
+        symmetric: whether all zero points are 0. False, for groups alone: each has its own.
 
     Raises:
         ConfigError: there is no such specification.
     """
     estimated = weight_observer_for_range(range, per_channel=per_channel)
+    if not symmetric and group_size is None:
+        raise ConfigError("symmetric=False needs group_size: only groups have zero points")
     if group_size is not None:
         if range != "minmax":
             raise ConfigError(
@@ -195,7 +199,7 @@ def weight_spec(
             observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16),
             quant_min=low,
             quant_max=high,
-            qscheme=torch.per_channel_symmetric,
+            qscheme=torch.per_channel_symmetric if symmetric else torch.per_channel_affine,
             block_size=(group_size,),
         )
     return QuantizationSpec(

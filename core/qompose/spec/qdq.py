@@ -203,6 +203,12 @@ def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any)
     return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype, steps)
 
 
+def per_group(q: QParams, shape: tuple[int, ...]) -> bool:
+    """Tell whether parameters are those of groups within the rows of a matrix of this shape."""
+    in_blocks = not q.per_tensor and q.axis is None
+    return in_blocks and _group_size(q.scale, shape) is not None
+
+
 def _group_size(scale: Tensor, shape: tuple[int, ...]) -> int | None:
     """Return the size of blocks that are groups within the rows of a matrix, at least 2 as torch wants."""
     if len(shape) != 2 or scale.shape[0] != shape[0] or shape[1] <= scale.shape[1]:

@@ -38,6 +38,7 @@ def get_default_x86_inductor_quantization_config(
     weight_qmin: int | None = None,
     weight_qmax: int | None = None,
     group_size: int | None = None,
+    symmetric: bool = True,
     per_token: bool = False,
     isa: str | None = None,
     range: str = "auto",
@@ -60,6 +61,8 @@ def get_default_x86_inductor_quantization_config(
             127 for other weights alone, else what `isa` multiplies exactly.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
             bfloat16. For linear, with weights alone.
+        symmetric: False gives each group a zero point of its own, a byte more, so that its integers cover the
+            range of its values and no more.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this exactness.
@@ -88,6 +91,7 @@ def get_default_x86_inductor_quantization_config(
         reduce_range=reduce_range,
         weight_only=weight_only,
         per_token=per_token,
+        symmetric=symmetric,
         balance=balance,
     )
     _check(is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
@@ -104,6 +108,7 @@ def get_default_x86_inductor_quantization_config(
     choices = (
         ("activations", [0, 127], reduce_range),
         ("weights", [low, high], (low, high) != here),
+        ("zero points", "per group", not symmetric),
         ("range", range, range != "auto"),
         ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
@@ -112,7 +117,7 @@ def get_default_x86_inductor_quantization_config(
     config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
         None,
-        _weight(low, high, group_size, weight_range),
+        _weight(low, high, group_size, weight_range, symmetric),
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
@@ -187,9 +192,11 @@ def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -
     return exactness.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
 
 
-def _weight(low: int, high: int, group_size: int | None, range: str) -> QuantizationSpec:
-    """Return symmetric weights. Bounds that reach further to one side would clip the other."""
-    spec = weight_spec(low, high, group_size=group_size, range=range)
+def _weight(
+    low: int, high: int, group_size: int | None, range: str, symmetric: bool
+) -> QuantizationSpec:
+    """Return a weight's specification. Bounds that reach further to one side would clip the other."""
+    spec = weight_spec(low, high, group_size=group_size, range=range, symmetric=symmetric)
     if high < 1 or -low not in (high, high + 1):
         raise ConfigError(
             "weights are symmetric: weight_qmin must be -weight_qmax or one less, and weight_qmax at "
@@ -215,6 +222,7 @@ def named() -> dict[str, QuantizationConfig]:
         make(is_dynamic=True, per_token=True),
         make(weight_only=True),
         make(weight_only=True, group_size=32),
+        make(weight_only=True, group_size=32, symmetric=False),
         make(weight_only=True, group_size=128),
         get_x86_inductor_linear_dynamic_fp16_config(),
     )

@@ -76,6 +76,20 @@ def test_is_the_float_product(kind: str, data: st.DataObject) -> None:
     assert_exact(OPERATORS[kind][0](*given), *given)
 
 
+@MODEST
+@given(seeds, st.sampled_from(GROUPS))
+def test_zero_points_of_groups(seed: int, group: int) -> None:
+    """With scales whose products with integers are exact, they are those of float64 to the last bit."""
+    torch.manual_seed(seed)
+    x, weight, scale, bias = operands("int4", depth=2 * group, group=group)
+    scale = scale.bfloat16().float()
+    zero = torch.randint(-8, 8, scale.shape, dtype=torch.int8)
+    both = torch.stack([scale, -zero * scale], -1)
+    exact = (weight.view(6, 2, group).double() - zero[..., None]) * scale[..., None].double()
+    for operator in OPERATORS["int4"]:
+        assert_exact(operator(x, weight, both, bias), x, exact.reshape(6, -1), bias)
+
+
 @pytest.mark.parametrize("kind", ["int4", "float16"])
 def test_writes_to_weight_and_scales_are_seen(kind: str) -> None:
     operator, given = OPERATORS[kind][0], operands(kind)

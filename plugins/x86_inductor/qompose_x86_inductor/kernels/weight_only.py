@@ -20,9 +20,13 @@ def int8_weight(region: Region) -> Node:
 
 
 def int4_weight(region: Region) -> Node:
-    """Emit a linear of floats by an int4 weight with a scale for each group of inputs."""
+    """Emit a linear of floats by an int4 weight with a scale, and maybe a zero point, for each group."""
     weight = region.quantized("weight")
-    return _weight_only(region, "linear_int4_weight", weight.node, weight.scale)
+    scale, zero_points = weight.scale, weight.zero_points
+    if bool(zero_points.any()):
+        both = torch.stack([weight.scales, -zero_points * weight.scales], -1)
+        scale = region.constant(f"{weight.node.target}_scale_and_zero", both)
+    return _weight_only(region, "linear_int4_weight", weight.node, scale)
 
 
 def float16_weight(region: Region) -> Node:

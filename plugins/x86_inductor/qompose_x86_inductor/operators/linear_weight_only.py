@@ -13,6 +13,9 @@ linear_int4_weight     int8 (out, in), values in -8 .. 7     float32 (out, in / 
 linear_float16_weight  float16 (out, in); ``x`` float32      none
 =====================  ====================================  ==============================
 
+The scales of ``linear_int4_weight`` may be (out, in / group, 2): each with the value of the integer 0 beside
+it, which is ``-zero_point * scale``.
+
 The functions ``*_in_graph`` compute the same in operators of torch alone, for compilers: the packing
 that they hold depends on the weight alone, so that freezing folds it. Its layout is that of this
 machine's vector instructions (``torch.backends.cpu.get_cpu_capability()``), and only right on them.
@@ -77,12 +80,13 @@ def pack_int4(weight: Tensor) -> Tensor:
 
 
 def pack_scales(w_scale: Tensor) -> Tensor:
-    """Return scales (out, groups) as that kernel reads them: float32 (groups, out, 2), with values of 8."""
-    return F.pad(_in_full_rows(w_scale).t().unsqueeze(-1), (0, 1)).contiguous()
+    """Return scales as that kernel reads them: float32 (groups, out, 2), with the value of the integer 0."""
+    both = w_scale if w_scale.dim() == 3 else F.pad(w_scale.unsqueeze(-1), (0, 1))
+    return _in_full_rows(both).transpose(0, 1).contiguous()
 
 
 def _in_full_rows(constant: Tensor) -> Tensor:
-    """Repeat rows of a matrix up to a number that the kernel accepts; their results are cut off."""
+    """Repeat rows of a tensor up to a number that the kernel accepts; their results are cut off."""
     rows = constant.shape[0]
     lacking = -rows % _ROWS
     whole, part = divmod(lacking, max(rows, 1))
@@ -158,9 +162,10 @@ def _check_scales(operator: str, weight: Tensor, w_scale: Tensor, fits: bool) ->
 def _check_groups(x: Tensor, weight: Tensor, w_scale: Tensor) -> int:
     """Return the size of a weight's groups."""
     _check("linear_int4_weight", x, weight, torch.int8)
-    depth, groups = weight.shape[1], w_scale.shape[-1]
+    depth, groups = weight.shape[1], w_scale.shape[1] if w_scale.dim() > 1 else 0
     size = depth // groups if groups else 0
-    fits = w_scale.shape == (weight.shape[0], groups) and size * groups == depth
+    one = (weight.shape[0], groups)
+    fits = w_scale.shape in (one, (*one, 2)) and size * groups == depth
     _check_scales("linear_int4_weight", weight, w_scale, fits and size in GROUP_SIZES)
     return size
 

@@ -18,7 +18,7 @@ from qompose_x86_inductor.rules.static import ACCEPTS
 
 INT4_GROUPS = TensorConstraint(
     dtypes=frozenset({torch.int8}),
-    qschemes=frozenset({torch.per_channel_symmetric}),
+    qschemes=frozenset({torch.per_channel_symmetric, torch.per_channel_affine}),
     quant_range=(-8, 7),
     block_sizes=frozenset((size,) for size in GROUP_SIZES),
 )
