@@ -510,8 +510,8 @@ def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
 def _stored(q: QParams, shape: tuple[int, ...]) -> Tensor:
     """Return zero points in the type that the model holds them in: a byte for each group, else eight.
 
-    Eight bytes would be half of what 32 weights of four bits take. torch's operator for groups subtracts in the
-    integers' own type, which holds the difference of two integers of at most seven bits.
+    Eight bytes would be half of what 32 weights of four bits take. torch's operator for groups subtracts in
+    the integers' own type, which holds the difference of two integers of at most seven bits.
     """
     narrow = (
         per_group(q, shape)
