@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How property tests run: freely on a developer's machine, the same each time under tox."""
+"""How tests run: in which order and process, property tests the same each time under tox."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
 
 
-_materialize = torch._export.utils._materialize_cpp_cia_ops
+_look_up = torch._export.utils._materialize_cpp_cia_ops
 
 
 @cache
-def _materialize_once(number: int) -> None:
-    _materialize()
+def _look_up_once(registered: tuple[str, ...]) -> None:
+    _look_up()
 
 
-# torch looks up some thousand operators for each namespace in each decomposition, a tenth of a second.
-torch._export.utils._materialize_cpp_cia_ops = lambda: _materialize_once(
-    len(torch._C._dispatch_get_all_op_names())
+# Each decomposition has torch look up some thousand operators for each namespace, a tenth of a second. Here it
+# does so once for the operators that are registered.
+torch._export.utils._materialize_cpp_cia_ops = lambda: _look_up_once(
+    tuple(torch._C._dispatch_get_all_op_names())
 )
 
 ON_THE_RUNTIME = (

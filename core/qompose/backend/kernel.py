@@ -26,6 +26,7 @@ from qompose.program.graph import (
     free_attribute,
     layout_of,
     read_attribute,
+    result_of,
     set_attribute,
     value_of,
 )
@@ -220,7 +221,7 @@ class Region:
     def step(self, target: Callable[..., Any], *args: Any) -> Node:
         """Insert a call whose value is only a step to the output: its shape and type follow from `args`."""
         examples: Any = torch.fx.node.map_arg(args, value_of)
-        return self._insert(target, args, target(*examples))
+        return self._insert(target, args, result_of(target, *examples))
 
     def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
         target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved

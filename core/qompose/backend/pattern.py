@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of operators, captured as the exporter does and found with SubgraphMatcher.
+"""Patterns of operators, captured as the exporter captures models and found with SubgraphMatcher.
 
 A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
 only when the program holds the operators that the pattern says it needs.
@@ -266,7 +266,8 @@ def _is_tensor(argument: object) -> bool:
 @cache
 def _matcher(pattern: Pattern) -> _CandidateMatcher:
     example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
-    # What the exporter does inside; the signature, guards and checks around it take twice as long.
+    # The exporter's own tracer (before dispatch: linear stays linear) without the signature, guards and checks
+    # around it, which take twice as long. Its arguments are as many as there are shapes: others have defaults.
     capture = make_fx(
         lambda *inputs: pattern.function(*inputs), tracing_mode="fake", pre_dispatch=True
     )

@@ -36,6 +36,7 @@ from qompose.program.graph import (
     operator_name,
     read_attribute,
     remove_dead,
+    result_of,
     set_attribute,
     value_of,
     without_readers,
@@ -538,7 +539,7 @@ class Emitter(GraphAppendingTracer):
         """Insert a call at the insertion point, save one that changes nothing. Nothing else is traced."""
         assert kind == "call_function"
         values, options = map_arg((args, kwargs), self._example)
-        value = target(*values, **options)
+        value = result_of(target, *values, **options)
         same = target is aten.to.dtype and values[0].dtype is value.dtype
         if same or (target is aten.view.default and values[0].dim() == value.dim() == 0):
             return cast(Node, args[0])

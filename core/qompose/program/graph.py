@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _PyTreeInfo
@@ -299,6 +300,16 @@ def example_of(constant: Tensor, like: Node) -> Any:
     return known[key]
 
 
+def result_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what an operator gives for examples, fake tensors as a rule, and leave their open sizes open.
+
+    torch's operators in C++ that call others, such as padding, read sizes as numbers. That would fix a dynamic
+    size for good, in the exported program too. The exporter has them take the same way as here.
+    """
+    with enable_python_dispatcher():
+        return target(*args, **kwargs)
+
+
 def result_on(call: Node, values: Mapping[Node, Any]) -> Any:
     """Return what a call gives for examples of what it reads, None where one is missing or it cannot run."""
     if any(values[read] is None for read in call.all_input_nodes):
@@ -308,7 +319,7 @@ def result_on(call: Node, values: Mapping[Node, Any]) -> Any:
     modes = (getattr(value, "fake_mode", None) for value in values.values())
     try:
         with next(filter(None, modes), None) or nullcontext():
-            return target(*args, **kwargs)
+            return result_of(target, *args, **kwargs)
     except Exception:  # an operator without a fake implementation says nothing
         return None
 

@@ -105,6 +105,29 @@ def test_a_kernel_is_given_its_region() -> None:
     assert isinstance(seen["linear"]["bias"], Node)
 
 
+def test_what_a_kernel_pads_leaves_open_sizes_open() -> None:
+    """In the lowered model, and in the program that it was made from."""
+
+    def padded(region: Region) -> Node:
+        source, weight = region.quantized("input"), region.quantized("weight")
+        wider = region.step(
+            torch.ops.aten.constant_pad_nd.default, source.node, [0, 1], source.zero_point
+        )
+        narrow = region.step(torch.ops.aten.slice.Tensor, wider, 1, 0, weight.tensor.shape[1])
+        seen.append((wider.meta["val"].shape, narrow.meta["val"].shape))
+        return emit_linear(region)
+
+    seen: list[Any] = []
+    program = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=({0: torch.export.Dim("rows")},))
+    qompose.lower(convert(program, toy(linear_for(torch=Kernel("padded", padded))), X))
+    ((wider, narrow),) = seen
+    assert isinstance(wider[0], torch.SymInt) and wider[0].node.maybe_as_int() is None
+    assert wider[0] == narrow[0] and (wider[1], narrow[1]) == (4, 3)
+    again = program.module(check_guards=False)
+    (x,) = (node for node in again.graph.nodes if node.op == "placeholder")
+    assert x.meta["val"].shape[0].node.maybe_as_int() is None
+
+
 @pytest.mark.parametrize(
     ("kernels", "reason"),
     [

@@ -35,7 +35,7 @@ from tests.core.toy import (
     seeded,
     toy,
 )
-from tests.sampling import one_of
+from tests.sampling import at_once
 from tests.zoo import ZooModel, tagged
 
 
@@ -357,7 +357,10 @@ class TestBodies:
         assert (found["tanh"], found["cos"]) == ((relu,), (sin,))
 
 
-@pytest.mark.parametrize("model", one_of(6, tagged(without="transformers")), ids=str)
+NETWORKS = tagged(without="transformers")
+
+
+@pytest.mark.parametrize("model", at_once(NETWORKS, *NETWORKS[::6]), ids=str)
 def test_inputs_are_rows_and_never_their_own(model: ZooModel) -> None:
     """Over the zoo: what is read is there, and without circles."""
     rows = qompose.report(prepare(model.export(), toy(CONV, LINEAR))).rows

@@ -315,7 +315,6 @@ assert "toy_plugin" in sys.modules
 """
 
 
-@pytest.mark.full
 def test_a_fresh_process(path: Path, tmp_path: Path, offered: Offered) -> None:
     """It imports qompose alone; whatever finds a class for a pickle ends it."""
     saved = mlp()

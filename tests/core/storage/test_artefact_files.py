@@ -292,7 +292,6 @@ class TestFiles:
                 qompose.save(unquantized(dump, X), path)
         assert not path.exists()
 
-    @pytest.mark.full
     def test_a_process_that_ends_halfway_leaves_the_old_file(self, path: Path) -> None:
         """Where there is no room, and where it is killed."""
         qompose.save(unquantized(torch.nn.Linear(8, 8), X), path)

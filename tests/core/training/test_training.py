@@ -359,7 +359,7 @@ def test_a_whole_model_in_a_file_has_lost_its_record() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("resumed", ["plain", pytest.param("compiled", marks=pytest.mark.full)])
+@pytest.mark.parametrize("resumed", ["plain", "compiled"])
 def test_a_checkpoint_of_a_compiled_model(resumed: str) -> None:
     """torch prefixes the names in a state dict of what it compiled; of the model itself it does not."""
     prepared, x = trained()

@@ -74,7 +74,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_two_give_what_one_gives(trained: Path, mode: str) -> None:
     """With batch norms that were `SyncBatchNorm` before, or are frozen, and then with learned scales."""

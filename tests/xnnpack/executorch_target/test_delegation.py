@@ -135,7 +135,8 @@ STRAYS: dict[str, tuple[Function, list[tuple[str, str]], bool]] = {
 
 
 AT_ONCE = (
-    *("between two delegates", "for a portable convolution, but not of its weight"),
+    *("between two delegates", "inputs read by two delegates", "an alias between"),
+    *("for a portable convolution, but not of its weight", "a reshape behind a transpose"),
     "rounding between portable operators, through an alias",
 )
 
