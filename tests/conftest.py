@@ -41,8 +41,8 @@ def _look_up_once(registered: tuple[str, ...]) -> None:
     _look_up()
 
 
-# Each decomposition has torch look up some thousand operators for each namespace, a tenth of a second. Here it
-# does so once for the operators that are registered.
+# Each decomposition has torch look up some thousand operators for each namespace, a tenth of a second.
+# Here it does so once for the operators that are registered.
 torch._export.utils._materialize_cpp_cia_ops = lambda: _look_up_once(
     tuple(torch._C._dispatch_get_all_op_names())
 )

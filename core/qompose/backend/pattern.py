@@ -266,8 +266,8 @@ def _is_tensor(argument: object) -> bool:
 @cache
 def _matcher(pattern: Pattern) -> _CandidateMatcher:
     example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
-    # The exporter's own tracer (before dispatch: linear stays linear) without the signature, guards and checks
-    # around it, which take twice as long. Its arguments are as many as there are shapes: others have defaults.
+    # The exporter's own tracer (before dispatch: linear stays linear) without the signature, guards and
+    # checks around it, which take twice as long. It counts arguments: those without a shape have defaults.
     capture = make_fx(
         lambda *inputs: pattern.function(*inputs), tracing_mode="fake", pre_dispatch=True
     )

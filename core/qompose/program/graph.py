@@ -303,8 +303,8 @@ def example_of(constant: Tensor, like: Node) -> Any:
 def result_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what an operator gives for examples, fake tensors as a rule, and leave their open sizes open.
 
-    torch's operators in C++ that call others, such as padding, read sizes as numbers. That would fix a dynamic
-    size for good, in the exported program too. The exporter has them take the same way as here.
+    torch's operators in C++ that call others, such as padding, read sizes as numbers. That would fix a
+    dynamic size for good, in the exported program too. The exporter has them take the same way as here.
     """
     with enable_python_dispatcher():
         return target(*args, **kwargs)
