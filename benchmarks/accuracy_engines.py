@@ -157,7 +157,7 @@ def _openvino(subject: Subject, batches: Batches, stage: Stages, lowered: bool) 
     return Made(lambda *inputs: _first(request.infer([x.numpy() for x in inputs]).values()))
 
 
-def _nncf_weights(group_size: int, **words: bool) -> Engine:
+def _nncf_weights(mode: str, group_size: int, **words: bool) -> Engine:
     """NNCF's compression of weights to four bits, run by OpenVINO in float32; tables stay in float."""
 
     def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
@@ -171,7 +171,7 @@ def _nncf_weights(group_size: int, **words: bool) -> Engine:
         with stage("calibrate"):
             compressed = nncf.compress_weights(
                 model,
-                mode=nncf.CompressWeightsMode.INT4_SYM,
+                mode=nncf.CompressWeightsMode[mode],
                 ratio=1.0,
                 group_size=group_size,
                 all_layers=True,
@@ -202,7 +202,14 @@ _OURS = {
     "embedding + xnnpack": (EMBEDDING, XNNPACK),
 }
 
-_GROUPS = {"int4 g32": 32, "int4 g128": 128, "int4": -1}
+_SYMMETRIC, _ASYMMETRIC = "INT4_SYM", "INT4_ASYM"
+_NNCF = {
+    "int4 g32": (_SYMMETRIC, 32),
+    "int4 g32 asymmetric": (_ASYMMETRIC, 32),
+    "int4 g128": (_SYMMETRIC, 128),
+    "int4 g128 asymmetric": (_ASYMMETRIC, 128),
+    "int4": (_SYMMETRIC, -1),
+}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "int4 g32": {"group_size": 32},
     "int4 g32 asymmetric": {"group_size": 32, "symmetric": False},
@@ -226,8 +233,8 @@ ENGINES: dict[str, Engine] = {
         f"weights {name}": _ours((X86,), {"weight_only": True, **w}) for name, w in _WEIGHTS.items()
     },
     **{
-        f"nncf {name} {' '.join(words)}".strip(): _nncf_weights(size, **dict.fromkeys(words, True))
-        for name, size in _GROUPS.items()
+        f"nncf {name} {' '.join(words)}".strip(): _nncf_weights(*kind, **dict.fromkeys(words, True))
+        for name, kind in _NNCF.items()
         for words in ((), ("scale_estimation",), ("awq", "scale_estimation"), ("gptq",))
     },
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of operators, captured as the exporter captures models and found with SubgraphMatcher.
+"""Patterns of operators, captured by the exporter and found with SubgraphMatcher.
 
 A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
 only when the program holds the operators that the pattern says it needs.
@@ -16,10 +16,10 @@ from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
+from torch.fx.passes.utils.matcher_utils import InternalMatch
+from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
 
 from qompose.errors import ConfigError
 from qompose.program.graph import arguments_of
@@ -211,7 +211,7 @@ class Pattern:
         return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
 
 
-class _CandidateMatcher(SubgraphMatcher):
+class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
     """torch's matcher, asked about one candidate at a time.
 
     Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
@@ -263,19 +263,29 @@ def _is_tensor(argument: object) -> bool:
     )
 
 
+class _Captured(nn.Module):
+    """Gives a pattern function the form that the matcher wants: (output, {name: value})."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        output = self.function(*inputs)
+        return output, {"output": output}
+
+
 @cache
 def _matcher(pattern: Pattern) -> _CandidateMatcher:
     example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
-    # The exporter's own tracer (before dispatch: linear stays linear) without the signature, guards and
-    # checks around it, which take twice as long. It counts arguments: those without a shape have defaults.
-    capture = make_fx(
-        lambda *inputs: pattern.function(*inputs), tracing_mode="fake", pre_dispatch=True
-    )
     with torch.no_grad():
-        module: GraphModule = capture(*example)
+        module = torch.export.export(_Captured(pattern.function), example).module(
+            check_guards=False
+        )
+    assert isinstance(module, GraphModule)
     module.graph.eliminate_dead_code()
     named = _named(pattern, module)
-    matcher = _CandidateMatcher(module.graph, ignore_literals=True)
+    matcher = _CandidateMatcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
             f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"
