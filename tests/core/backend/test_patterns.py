@@ -27,6 +27,9 @@ ADD = OperatorPattern((aten.add.Tensor, aten.add_.Tensor))
 CAT = OperatorPattern((aten.cat.default,))
 
 
+ONES = torch.ones(3)
+
+
 def _sum(first: Tensor, second: Tensor) -> Tensor:
     return first + second
 
@@ -141,6 +144,19 @@ def test_a_variant_without_the_last_parameters() -> None:
     both = lambda m, x, y: m.linear(x) + m.plain(y)  # noqa: E731
     assert find(full, both) == [("linear",)]
     assert find(short, both) == [("linear_1",)]
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x * ONES, aten.mul.Tensor),
+        (nn.PReLU(), aten.prelu.default),
+        (lambda x: x.relu() if torch.compiler.is_exporting() else x.sin(), aten.relu.default),
+    ],
+    ids=["a tensor", "a module", "another way when it is exported"],
+)
+def test_functions_are_captured_as_models_are(function: Any, operator: Any) -> None:
+    assert Pattern(function, ((2, 3),), (("op", operator),)).calls() == (operator,)
 
 
 TOPK = OperatorPattern((aten.topk.default,), lambda self: torch.topk(self, 2)[0], ((4,),), result=0)
