@@ -513,12 +513,10 @@ def _stored(q: QParams, shape: tuple[int, ...]) -> Tensor:
     Eight bytes would be half of what 32 weights of four bits take. torch's operator for groups subtracts in
     the integers' own type, which holds the difference of two integers of at most seven bits.
     """
-    narrow = (
-        per_group(q, shape)
-        and q.dtype is torch.int8
-        and q.high - q.low <= torch.iinfo(torch.int8).max
-    )
-    return q.zero_point.to(torch.int8) if narrow else q.zero_point
+    fits = q.dtype is torch.int8 and q.high - q.low <= torch.iinfo(torch.int8).max
+    if not fits or q.zero_point.is_floating_point() or not per_group(q, shape):
+        return q.zero_point
+    return q.zero_point.to(torch.int8)
 
 
 def _base(node: Node) -> str:

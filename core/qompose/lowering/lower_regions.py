@@ -33,6 +33,7 @@ from qompose.program.graph import (
     owner_of,
     refresh,
     remove_dead,
+    result_of,
     result_on,
     value_of,
     without_readers,
@@ -566,7 +567,7 @@ def _restore(node: Node) -> None:
     def insert(operator: Any, *args: Any) -> Node:
         nonlocal last
         with node.graph.inserting_after(last):
-            example = operator(*map_arg(args, value_of))
+            example = result_of(operator, *map_arg(args, value_of))
             last = call(node.graph, operator, args, node, example)
         last.meta.pop("custom", None)  # the tags of `node` are not about it
         return last

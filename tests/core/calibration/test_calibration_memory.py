@@ -45,7 +45,7 @@ QUANTIZERS = {
     "balanced": toy(BALANCED_LINEAR, config=replace(with_range(), balance=True)),
     "channels": toy(LINEAR, SIGMOID, config=of_channels()),
 }
-NOW = [(name, FEW, MANY) for name in ("auto", "balanced")]
+AT_ONCE = [(name, FEW, MANY) for name in ("auto", "balanced")]
 
 
 def batches(count: int) -> Iterator[Tensor]:
@@ -66,7 +66,7 @@ def peak(model: GraphModule, count: int) -> int:
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [
-        *at_once([(name, FEW, MANY) for name in QUANTIZERS], *NOW),
+        *at_once([(name, FEW, MANY) for name in QUANTIZERS], *AT_ONCE),
         *(pytest.param(n, 300, 1000, marks=pytest.mark.full) for n in ("histogram", "balanced")),
     ],
 )

@@ -284,6 +284,31 @@ def test_one_model_has_all_schemes_side_by_side() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("scheme", "high", "stored"),
+    [
+        (torch.per_channel_affine, 7, torch.int8),
+        (torch.per_channel_affine, 127, torch.int64),
+        (torch.per_channel_affine_float_qparams, 7, torch.float32),
+    ],
+    ids=["seven bits", "eight bits", "no integers"],
+)
+def test_zero_points_of_groups_are_bytes_where_those_lose_nothing(
+    scheme: torch.qscheme, high: int, stored: torch.dtype
+) -> None:
+    spec = replace(GROUPS, quant_min=-high - 1, quant_max=high, qscheme=scheme)
+    observer = PerBlockMinMaxObserver(
+        torch.int8, (4,), qscheme=scheme, quant_min=-high - 1, quant_max=high
+    )
+    config = replace(INT4, weight=spec, algorithms=())
+    layer = seeded(nn.Linear(8, 4))
+    observer(layer.weight)
+    converted = convert(export(layer, BATCH), toy(LINEAR, config=config), BATCH)
+    found = converted.state_dict()["weight_zero_point"]
+    assert found.dtype is stored
+    assert torch.equal(found.to(torch.float64), observer.calculate_qparams()[1].to(torch.float64))
+
+
 FREE = ("dynamic", "tokens", "weights", "groups", "plain")
 
 
