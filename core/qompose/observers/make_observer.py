@@ -19,7 +19,13 @@ from qompose.program.control_flow import nodes_in
 from qompose.program.graph import get_attribute, owner_of
 from qompose.program.meta import GROUP_TAG, tag_of
 from qompose.spec.qdq import axis_of
-from qompose.spec.qparams import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.spec.qparams import (
+    DEFAULT_EPS,
+    FLOAT_ZERO_POINT,
+    PER_CHANNEL,
+    SYMMETRIC,
+    quantized_range,
+)
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
@@ -119,6 +125,11 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
     dtype = getattr(observer, "dtype", spec.dtype)
     if _UNDERLYING.get(dtype, dtype) != spec.dtype:
         raise ConfigError(f"its observer is a {kind} of {dtype}, and it is {describe_spec(spec)}")
+    if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
+        raise ConfigError(
+            f"its observer is a {kind}, and torch's formula for {spec.qscheme} supposes that integers begin at "
+            f"0, unlike {describe_spec(spec)}: use uint8, or an observer of qompose.observers"
+        )
 
 
 _UNDERLYING = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}

@@ -64,10 +64,11 @@ def choose_qparams(
 
         symmetric      scale = max(|minimum|, |maximum|) / (n / 2)    zero point = 0 (signed)
         affine         scale = (maximum - minimum) / n    zero point = quant_min - round(minimum / scale)
-        float qparams  scale = (maximum - minimum) / n, unwidened     zero point = -minimum / scale
+        float qparams  scale = (maximum - minimum) / n, unwidened     zero point = quant_min - minimum / scale
 
-    Below `eps`, torch gives float qparams the scale 1, which makes one number of a channel; here its scale is
-    `eps`, as in the other schemes. A constant channel has the scale 1 and is exact.
+    torch's float qparams suppose `quant_min == 0`. Below `eps`, torch gives them the scale 1, which makes one
+    number of a channel; here its scale is `eps`, as in the other schemes. A constant channel has the scale 1
+    and is exact.
 
     Args:
         minimum, maximum: shape `()` or `(C,)`, same shape.
@@ -80,7 +81,7 @@ def choose_qparams(
     if qscheme in FLOAT_ZERO_POINT:
         scale = (maximum - minimum) / float(high - low)
         scale = torch.where(scale > 0, scale.clamp(min=eps), torch.ones_like(scale))
-        return scale, -minimum / scale
+        return scale, low - minimum / scale
     least = torch.full_like(minimum, eps)
     below = torch.clamp(minimum, max=0.0)
     above = torch.clamp(maximum, min=0.0)

@@ -102,6 +102,15 @@ class TestMaking:
         prepare(export(model(), X), member(spec(Moving)))
         assert moved == [(X.device,)]
 
+    def test_torchs_float_zero_points_begin_at_zero(self) -> None:
+        """Its formula has no least integer, so that signed ones would stand for other values."""
+        scheme = torch.per_channel_affine_float_qparams
+        facts: dict[str, Any] = {"dtype": torch.int8, "qscheme": scheme, "ch_axis": 0}
+        with pytest.raises(ConfigError, match="float_qparams"):
+            prepare(export(model(), X), member(weight=spec(PerChannelMinMaxObserver, **facts)))
+        facts |= {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
+        prepare(export(model(), X), member(weight=spec(PerChannelMinMaxObserver, **facts)))
+
     def test_the_observer_has_the_last_word_on_the_axis(self) -> None:
         """It cannot be told of axis 1, and estimates along its own."""
 

@@ -108,6 +108,17 @@ def test_float_zero_points(channels: Any, eps: float) -> None:
     assert bool(((restored - low).abs() <= 1e-5 * low.abs() + 1e-6 * scale).all())
 
 
+@pytest.mark.parametrize("low", [-8, -15, 0])
+def test_float_zero_points_count_from_the_least_integer(low: int) -> None:
+    (scheme,) = FLOAT_ZERO_POINT
+    minimum, maximum = torch.tensor([2.0, -3.0]), torch.tensor([4.0, 1.0])
+    scale, zero_point = choose_qparams(
+        minimum, maximum, dtype=torch.int8, quant_min=low, quant_max=low + 15, qscheme=scheme
+    )
+    torch.testing.assert_close((low - zero_point) * scale, minimum)
+    torch.testing.assert_close((low + 15 - zero_point) * scale, maximum)
+
+
 @pytest.mark.parametrize(
     ("dtype", "low", "high", "named"),
     [
