@@ -22,6 +22,8 @@ from qompose.backend import (
     Target,
 )
 from qompose.observers import FakeQuantize
+from qompose.spec.claim import PointSpec
+from qompose.spec.quantization_spec import class_of
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -39,7 +41,7 @@ from tests.core.sound_backend import (
     weighted,
 )
 from tests.core.sound_products import conv, matmul
-from tests.core.toy import INT8, STATIC, WEIGHT
+from tests.core.toy import INT8, STATIC
 
 aten = torch.ops.aten
 
@@ -163,7 +165,6 @@ def requantizing(region: Region) -> Node:
     return quantized(region, real(region, x, flipped))
 
 
-UNTRAINED = {INT8, WEIGHT}
 OWN = replace(INT8, quant_min=-127)
 
 
@@ -213,12 +214,17 @@ class Silent(Rule):
         return "" if super().objection(config) else None
 
 
+def _trains(wanted: PointSpec) -> bool:
+    kind = class_of(getattr(wanted.spec, "observer_or_fake_quant_ctr", None))
+    return isinstance(kind, type) and issubclass(kind, FakeQuantize)
+
+
 class Calibrated(RuleQuantizer):
     """Claims nothing for training."""
 
     def propose(self, model: GraphModule, taken: Sequence[Any], on_conflict: str = "error") -> Any:
         proposal = super().propose(model, taken, on_conflict)
-        proposal.claims = [c for c in proposal.claims if {p.spec for p in c.specs} <= UNTRAINED]
+        proposal.claims = [c for c in proposal.claims if not any(map(_trains, c.specs))]
         return proposal
 
 

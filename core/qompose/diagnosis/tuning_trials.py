@@ -442,7 +442,7 @@ class Evaluator:
         # The operator whose configuration decides about a site comes first.
         asked = {name: [self.sites[name].name.partition("/")[0]] for name in names}
         while True:
-            settings = {name: self._settings(name, asked[name], wanted) for name in names}
+            settings = {name: self._settings(asked[name], wanted) for name in names}
             listed = dict.fromkeys(s for some in settings.values() for s in some)
             with _quiet():
                 quantizer = excluding(self.task.quantizer, listed)
@@ -455,13 +455,9 @@ class Evaluator:
             for name, land in stuck.items():
                 self._ask_for(name, land, asked[name], chosen.plan, left)
 
-    def _settings(self, name: str, operators: list[str], wanted: set[str]) -> tuple[Setting, ...]:
-        found = [self._picker.setting(operator, wanted) for operator in operators]
-        lacking = [o for o, setting in zip(operators, found, strict=True) if setting is None]
-        if lacking:
-            raise CannotExclude(
-                name, f"{', '.join(lacking)} is not in the exported program: a rewrite made it"
-            )
+    def _settings(self, operators: list[str], wanted: set[str]) -> tuple[Setting, ...]:
+        """Return the settings for operators, of which some may have been made by a rewrite and have none."""
+        found = (self._picker.setting(operator, wanted) for operator in operators)
         return tuple(dict.fromkeys(setting for setting in found if setting is not None))
 
     def _ask_for(

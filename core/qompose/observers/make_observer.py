@@ -127,8 +127,8 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
         raise ConfigError(f"its observer is a {kind} of {dtype}, and it is {describe_spec(spec)}")
     if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
         raise ConfigError(
-            f"its observer is a {kind}, and torch's formula for {spec.qscheme} supposes that integers begin at "
-            f"0, unlike {describe_spec(spec)}: use uint8, or an observer of qompose.observers"
+            f"its observer is a {kind}, whose formula for {spec.qscheme} supposes quant_min=0, unlike "
+            f"{describe_spec(spec)}: use uint8, or an observer of qompose.observers"
         )
 
 

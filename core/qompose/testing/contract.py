@@ -119,7 +119,7 @@ def _half(suite: Suite) -> Iterable[Row]:
 
 def _partners(suite: Suite) -> Iterable[Row]:
     """Each configuration with the backend itself, the default one with every other backend too."""
-    for number, config in enumerate(suite.backend.configs):
+    for number, config in enumerate(suite.configs):
         others = [suite.backend.name, *(suite.installed if number == 0 else ())]
         for partner in others:
             yield from ((config, partner, first) for first in (True, False))
@@ -248,7 +248,7 @@ class BackendContract:
     test_imports_public_names = _of_backend(imports_public_names)
     test_imports_cleanly = _of_backend(imports_cleanly)
     test_works_cleanly = _of_backend(works_cleanly)
-    test_saves = _of_backend(saves, "config", lambda suite: [(c,) for c in suite.backend.configs])
+    test_saves = _of_backend(saves, "config", lambda suite: [(c,) for c in suite.configs])
     test_composes = _of_backend(composes, "config partner first", _partners)
     test_most_specific_wins = _of_backend(most_specific_wins, "lower higher", lambda suite: PAIRS)
 

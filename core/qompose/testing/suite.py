@@ -102,7 +102,13 @@ class Suite:
 
     def fitting(self, rule: Rule) -> list[str]:
         """Return the names of the configurations that a rule can follow."""
-        return [name for name, c in self.backend.configs.items() if rule.objection(c) is None]
+        return [name for name, config in self.configs.items() if rule.objection(config) is None]
+
+    @property
+    def configs(self) -> dict[str, QuantizationConfig]:
+        """Return the named configurations, without what is none: `has_configs` reports that."""
+        named = self.backend.configs.items()
+        return {name: config for name, config in named if isinstance(config, QuantizationConfig)}
 
     def least_sqnr(self, config: QuantizationConfig) -> float:
         """Return the least ratio of a row under a configuration: `min_sqnr`, or what its weights allow.

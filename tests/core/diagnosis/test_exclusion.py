@@ -11,6 +11,8 @@ import pytest
 import qompose
 import torch
 from qompose.diagnosis.tuning_trials import excluding
+from qompose.errors import TuningError
+from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.spec.selectors import for_name
 from torch import Tensor, nn
 
@@ -143,6 +145,25 @@ def test_more_settings_for_a_member_that_is_not_heard() -> None:
     assert again.settings == (first, for_name("layers.2", None))
     assert once.settings == (first,)
     assert excluding(again, []) is again
+
+
+def test_what_stays_quantized_whatever_is_set_is_named() -> None:
+    """A quantizer of rules that does not look at its selectors for one layer."""
+
+    class Stubborn(RuleQuantizer):
+        def propose(self, model: Any, taken: Any, on_conflict: str = "error") -> Any:
+            free = RuleQuantizer(self.backend).set_global(PER_TENSOR).propose(model, taken)
+            found = super().propose(model, taken)
+            kept = [claim for claim in found.claims if claim.anchor != "linear_1"]
+            kept += [claim for claim in free.claims if claim.anchor == "linear_1"]
+            return replace(found, claims=kept)
+
+    metric = in_float("layers.1", "layers.3", by="module")
+    with pytest.raises(TuningError) as caught:
+        tuned(quantizer=Stubborn(toy().backend).set_global(PER_TENSOR), drop=0.5, metric=metric)
+    note = caught.value.tuning.notes[0]
+    assert "layers.1) cannot be left in float" in note
+    assert "toy" in note
 
 
 def test_a_member_that_is_not_heard_keeps_all_else() -> None:
