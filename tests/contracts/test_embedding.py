@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from qompose.testing.contract import BackendContract
+from qompose.testing import BackendContract
 
 
 class TestEmbedding(BackendContract):

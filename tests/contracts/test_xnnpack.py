@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from qompose.testing.contract import BackendContract
+from qompose.testing import BackendContract
 
 from tests.xnnpack.executorch_target.delegates import floats_between, handed_over
 

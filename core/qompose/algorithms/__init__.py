@@ -29,6 +29,7 @@ from qompose.algorithms.smooth_quant import Smoothing
 from qompose.backend.discovery import algorithms
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS, AlgorithmChoice
 from qompose.spec.claim import Claim
+from qompose.spec.qdq import for_each_value
 
 __all__ = [
     "Algorithm",
@@ -41,6 +42,7 @@ __all__ = [
     "algorithms",
     "change_products",
     "columns_of",
+    "for_each_value",
     "load_algorithm",
     "moments_read",
     "product_node",

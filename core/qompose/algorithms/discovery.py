@@ -39,7 +39,7 @@ def load_algorithm(word: str) -> Algorithm:
     """
     found = {info.name: info for info in algorithms()}
     if word not in found:
-        hint = near_names(word, found)
+        hint = near_names(word, [*ALGORITHM_WORDS, *found])
         raise ConfigError(
             f"no installed package offers the algorithm {word!r}{hint}: {', '.join(found) or 'none'}"
         )

@@ -57,6 +57,22 @@ class ScaleSearch(Algorithm):
         )
         return chosen
 
+    def correct(self, found: Calibrated) -> None:
+        """Say which weights that were asked for have no scale."""
+        plan = found.plan
+        for group in plan.groups:
+            dtype = getattr(group.spec, "dtype", None)
+            weight = found.nodes[group.points[0].source]
+            asked = any(self.is_asked(plan.claims[claim]) for claim in group.claims)
+            if (
+                asked
+                and dtype is not None
+                and dtype.is_floating_point
+                and constant_of(weight) is not None
+            ):
+                reason = f"it is stored as {dtype}, which has no scale"
+                found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
+
 
 def _check(found: Calibrated, number: int) -> None:
     """Check that a weight's range is that of its values, and nothing else is derived from it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract suite: an author subclasses one class and names the backend; its rule table makes the tests.
+"""Contract suites: an author subclasses a class and names the backend, whose rule table makes the tests.
 
 ::
 
@@ -7,6 +7,8 @@
 
     class TestMyBackend(BackendContract):
         backend = "mybackend"
+
+`AlgorithmContract` is that of an algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ except ImportError as error:  # pragma: no cover - the tests of this package nee
         'qompose.testing needs pytest, which comes with an extra: pip install "qompose[testing]"'
     ) from error
 
-from qompose.testing.contract import BackendContract
+from qompose.testing.algorithm_contract import AlgorithmContract
+from qompose.testing.backend_contract import BackendContract
 from qompose.testing.fixtures import ContractError
 
-__all__ = ["BackendContract", "ContractError"]
+__all__ = ["AlgorithmContract", "BackendContract", "ContractError"]

@@ -74,6 +74,14 @@ class Suite:
             )  # fmt: skip
         return made
 
+    def load(self) -> None:
+        """Load the backend.
+
+        Raises:
+            ContractError: there is none.
+        """
+        self.backend  # noqa: B018
+
     @cached_property
     def examples(self) -> dict[str, list[Example]]:
         """By rule, the forms of its patterns."""

@@ -15,10 +15,11 @@ import pytest
 import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
+from qompose.testing.backend_contract import BackendContract
 from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.checks_kernel import accepts
 from qompose.testing.checks_rule import converts
-from qompose.testing.contract import BackendContract, parameters
+from qompose.testing.contract import names_of_tests, parameters
 from qompose.testing.fixtures import (
     Blocked,
     ContractError,
@@ -60,7 +61,7 @@ class TestSound(BackendContract):
     backend = staticmethod(lambda: SoundBackend([LINEAR, MOVES, matmul(), conv()]))
 
 
-TESTS = [name for name in vars(BackendContract) if name.startswith("test_")]
+TESTS = names_of_tests(BackendContract)
 
 
 def contract_of(make: Callable[[], Backend]) -> type[BackendContract]:
@@ -73,7 +74,7 @@ def failures(
     """Test -> the messages of its failures, as pytest would call it, up to one with `enough` in it."""
     found = defaultdict(list)
     for test in tests:
-        names, rows, _ = parameters(contract.suite(), test) or ((), [()], [""])
+        names, rows, _ = parameters(contract, test) or ((), [()], [""])
         for row in rows:
             try:
                 getattr(contract(), test)(**dict(zip(names, row, strict=True)))
@@ -210,7 +211,7 @@ def test_what_needs_a_check_that_fails_is_skipped(
 ) -> None:
     contract = contract_of(make)
     for test in tests:
-        names, rows, _ = parameters(contract.suite(), f"test_{test}") or ((), [()], [""])
+        names, rows, _ = parameters(contract, f"test_{test}") or ((), [()], [""])
         assert rows
         for row in rows:
             with pytest.raises(pytest.skip.Exception, match=reason):

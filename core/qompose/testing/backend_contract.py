@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BackendContract, whose tests pytest generates from the rule table of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from qompose.backend.rule import STATIC
+from qompose.lowering.lower_regions import TORCH_TARGET
+from qompose.testing.checks_backend import (
+    PAIRS,
+    composes,
+    has_configs,
+    has_rules,
+    imports_public_names,
+    is_listed,
+    loads,
+    most_specific_wins,
+    saves,
+    says_availability,
+)
+from qompose.testing.checks_behavior import (
+    behaves,
+    imports_cleanly,
+    leaves_inputs_alone,
+    takes_any_batch,
+    trains,
+    works_cleanly,
+)
+from qompose.testing.checks_kernel import (
+    accepted_limits,
+    accepts,
+    half_precision,
+    matches_reference,
+    matches_reference_for_integers,
+    refuses,
+    takes_other_literals,
+    takes_other_shapes,
+)
+from qompose.testing.checks_rule import (
+    annotates,
+    converts,
+    keeps_parameters,
+    lowers,
+    shares,
+)
+from qompose.testing.contract import Contract, Row, Rows, report, test_of
+from qompose.testing.suite import BackendSource, Case, Suite
+
+_ON = "case target"
+
+
+def _each(rows: Callable[[Suite], Sequence[Case]]) -> Rows:
+    return lambda suite: [(case,) for case in rows(suite)]
+
+
+def _on_targets(rows: Callable[[Suite], Sequence[Case]]) -> Rows:
+    return lambda suite: [
+        (case, target) for case in rows(suite) for target in sorted(suite.rule(case.rule).kernels)
+    ]
+
+
+def _static(suite: Suite) -> list[Case]:
+    return [c for c in suite.modes() if suite.backend.configs[c.config].mode == STATIC]
+
+
+def _feeding(suite: Suite) -> Iterable[Row]:
+    """Yield runtimes other than the process only for rows whose output is not integers anyway."""
+    for case, target in _on_targets(_static)(suite):
+        rule = suite.rule(case.rule)
+        if target == TORCH_TARGET.name or not (rule.output or rule.shares):
+            yield case, target
+
+
+def _emitted(suite: Suite) -> Iterable[Row]:
+    return [
+        (case, target)
+        for case, target in _on_targets(Suite.modes)(suite)
+        if suite.rule(case.rule).kernels[target].emit is not None
+    ]
+
+
+def _in_process(suite: Suite) -> Iterable[Row]:
+    return [(case, target) for case, target in _emitted(suite) if target == TORCH_TARGET.name]
+
+
+def _one_mode(suite: Suite) -> Iterable[Row]:
+    seen: set[str] = set()
+    for case, target in _in_process(suite):
+        if case.rule not in seen:
+            seen.add(case.rule)
+            yield case, target
+
+
+def _sharing(suite: Suite) -> list[Case]:
+    return [case for case in suite.cases() if suite.rule(case.rule).shares]
+
+
+def _edges(suite: Suite) -> Iterable[Row]:
+    for case in suite.modes():
+        for limit in accepted_limits(suite, case):
+            for target in sorted(suite.rule(case.rule).kernels):
+                yield case, limit, target
+
+
+def _half(suite: Suite) -> Iterable[Row]:
+    return [(case, dtype) for case in suite.modes() for dtype in (torch.float16, torch.bfloat16)]
+
+
+def _partners(suite: Suite) -> Iterable[Row]:
+    """Each configuration with the backend itself, the default one with every other backend too."""
+    for number, config in enumerate(suite.configs):
+        others = [suite.backend.name, *(suite.installed if number == 0 else ())]
+        for partner in others:
+            yield from ((config, partner, first) for first in (True, False))
+
+
+def _of_trial(check: Callable[..., None], names: str, rows: Rows, **facts: Any) -> Any:
+    """Return the test of a check of a row's trial; `facts` are of `Terms`, and so are further arguments."""
+
+    def run(suite: Suite, *given: Any) -> None:
+        more = dict(zip(names.split(), given, strict=True))
+        case, target = more.pop("case"), [more.pop("target")] if "target" in more else []
+        suite.judge(check, suite.trial(case, **more, **facts), *target)
+
+    return test_of(check, names, rows, run)
+
+
+class BackendContract(Contract):
+    """The promises of every backend. Subclass it, and name the backend.
+
+    A test that cannot pass is overridden with a reason, `pytest.mark.xfail(reason=...)`; to override or
+    delete one without is a failure.
+
+    Attributes:
+        backend: the name of the backend's entry point; or, if it is not installed, a Backend or a function
+            that returns one.
+        min_sqnr: least signal to quantization noise ratio of a row against the float model, in decibels;
+            for weights of few bits, what they allow if that is less.
+        max_float_error: how far the float outputs of a kernel may be off, as a part of the largest value.
+    """
+
+    backend: ClassVar[BackendSource] = ""
+    min_sqnr: ClassVar[float] = 20.0
+    max_float_error: ClassVar[float] = 1e-4
+
+    @classmethod
+    def _make(cls) -> Suite:
+        return Suite(cls._source("backend"), cls.min_sqnr, cls.max_float_error)
+
+    # Of each row of the capability table.
+
+    test_annotates = _of_trial(annotates, "case", _each(Suite.cases))
+    test_converts = _of_trial(converts, "case", _each(Suite.covering))
+    test_lowers = _of_trial(lowers, _ON, _on_targets(Suite.covering))
+    test_keeps_parameters = _of_trial(keeps_parameters, _ON, _on_targets(Suite.covering))
+    test_matches_reference = _of_trial(matches_reference, _ON, _on_targets(Suite.covering))
+    test_matches_reference_for_integers = _of_trial(
+        matches_reference_for_integers, _ON, _feeding, feeds=True
+    )
+    test_behaves = _of_trial(behaves, _ON, _on_targets(Suite.rows))
+    test_leaves_inputs_alone = _of_trial(leaves_inputs_alone, _ON, _emitted, witness=True)
+    test_takes_any_batch = _of_trial(takes_any_batch, _ON, _on_targets(Suite.modes), any_batch=True)
+    test_takes_other_shapes = _of_trial(takes_other_shapes, _ON, _in_process)
+    test_takes_other_literals = _of_trial(takes_other_literals, _ON, _one_mode)
+    test_shares = _of_trial(shares, "case", _each(_sharing))
+    test_trains = _of_trial(trains, "case", _each(Suite.modes))
+    test_accepts = test_of(accepts, "case limit target", _edges)
+    test_refuses = test_of(refuses, "case", _each(Suite.modes))
+    test_half_precision = _of_trial(half_precision, "case dtype", _half, any_size=True)
+    test_is_listed = test_of(is_listed, "case", _each(Suite.rows))
+
+    # Of the backend.
+
+    def test_loads(self) -> None:
+        """The backend loads by its name, with the current version of the interface."""
+        report(lambda: loads(self.suite()))
+
+    test_says_availability = test_of(says_availability)
+    test_has_rules = test_of(has_rules)
+    test_has_configs = test_of(has_configs)
+    test_imports_public_names = test_of(imports_public_names)
+    test_imports_cleanly = test_of(imports_cleanly)
+    test_works_cleanly = test_of(works_cleanly)
+    test_saves = test_of(saves, "config", lambda suite: [(c,) for c in suite.configs])
+    test_composes = test_of(composes, "config partner first", _partners)
+    test_most_specific_wins = test_of(most_specific_wins, "lower higher", lambda suite: PAIRS)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of an algorithm: what it says, that it repeats, what it leaves alone, what it loses at most."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from qompose import convert_pt2e, load, prepare_pt2e, report, save, statistics
+from qompose.errors import MemberError, StatisticsError, UserError
+from qompose.lowering.lower_regions import TORCH_TARGET
+from qompose.testing.algorithm_suite import AlgorithmSuite, Place
+from qompose.testing.checks_kernel import matches_reference
+from qompose.testing.checks_rule import annotates
+from qompose.testing.fixtures import Blocked, ContractError, NotApplicable, expecting, sqnr
+from qompose.testing.trial import Inputs, Trial, copies, outputs, quantizer_for
+
+BATCHES = 12
+"""Of calibration data: enough examples for what is judged on halves that are held back."""
+_MOST_OTHER = 1e-4
+"""The part of the integers that may differ where data comes in another order or in parts."""
+
+
+def says_what_it_did(suite: AlgorithmSuite, place: Place) -> None:
+    """The report has a line of it for the product: what it did, or why it did nothing."""
+    trial = suite.trial(place)
+    suite.suites[place.backend].require(annotates, trial)
+    found = report(_converted(suite, trial))
+    if not any(suite.algorithm.word in line for line in (*found.rewrites, *found.notes)):
+        raise ContractError(
+            _about(suite, trial),
+            expected="a line of the report that begins with its word",
+            found="; ".join((*found.rewrites, *found.notes)) or "no line",
+            remedy="change products through `change_products`: return what was done, or raise NotChanged "
+            "with the reason",
+        )
+
+
+def repeats(suite: AlgorithmSuite, place: Place) -> None:
+    """The same data gives the same bits, and torch's random state stays as it was."""
+    trial, before = suite.trial(place), torch.random.get_rng_state()
+    first = _converted(suite, trial)
+    if not torch.equal(before, torch.random.get_rng_state()):
+        raise ContractError(
+            _about(suite, trial),
+            expected="torch's random state as it was",
+            found="another one",
+            remedy="draw from a torch.Generator of your own, with a fixed seed",
+        )
+    prepared = _calibrated(trial, _data(trial))
+    again = [convert_pt2e(prepared), convert_pt2e(prepared)]
+    for name, model in zip(("prepared anew", "converted again"), again, strict=True):
+        changed = [key for key in first.state_dict() if not _equal(first, model, key)]
+        if changed:
+            raise ContractError(
+                _about(suite, trial),
+                expected=f"the same parameters when the model is {name}",
+                found=f"others in {', '.join(changed)}",
+                remedy="keep no state between products or conversions, and change only what `found` holds",
+            )
+
+
+def leaves_the_program_alone(suite: AlgorithmSuite, place: Place) -> None:
+    """The program of the user, and what was observed, stay as they were."""
+    trial = suite.trial(place)
+    program = trial.built.program
+    before = {name: value.clone() for name, value in program.state_dict.items()}
+    prepared = _calibrated(trial, _data(trial))
+    seen = copy.deepcopy(prepared.state_dict())
+    _convert(suite, trial, prepared)
+    changed = [n for n, value in before.items() if not torch.equal(value, program.state_dict[n])]
+    after = prepared.state_dict()
+    changed += [
+        n for n, x in seen.items() if isinstance(x, Tensor) and not torch.equal(x, after[n])
+    ]
+    if changed:
+        raise ContractError(
+            _about(suite, trial),
+            expected="the program and its observers as they were",
+            found=f"other values in {', '.join(changed)}",
+            remedy="write into no tensor that `found` gives, and return new ones",
+        )
+
+
+def takes_data_in_parts(suite: AlgorithmSuite, place: Place) -> None:
+    """Other orders of the data, and merged statistics of its parts, give the same integers.
+
+    One integer in ten thousand may differ, since sums of floats depend on their order.
+    """
+    trial = suite.trial(place)
+    wanted, data = _converted(suite, trial), _data(trial)
+    parts = [statistics(_calibrated(trial, part)) for part in (data[1::2], data[::2])]
+    try:
+        merged = parts[0].merged(parts[1]).apply(_prepared(trial))
+    except StatisticsError as reason:
+        raise NotApplicable(
+            f"statistics of the configuration cannot be merged: {reason}"
+        ) from reason
+    for name, prepared in (("in parts", merged), ("reversed", _calibrated(trial, data[::-1]))):
+        found = _convert(suite, trial, prepared)
+        other = _most_other(wanted, found)
+        if other > _MOST_OTHER:
+            raise ContractError(
+                _about(suite, trial),
+                expected=f"the same integers where the data comes {name}",
+                found=f"{other:.2%} of them differ",
+                remedy="go by the statistics that `found` has, which are merged exactly, and by nothing else",
+            )
+
+
+def loses_little(suite: AlgorithmSuite, place: Place) -> None:
+    """On data alike that was not seen, outputs are at most `most_lost` dB worse than without it."""
+    trial, plain = suite.trial(place), suite.trial(place, asked=False)
+    models = _converted(suite, plain), _converted(suite, trial)
+    batches = trial.batches("evaluation", BATCHES)
+    before, after = (_ratio(trial, model, batches) for model in models)
+    if not after >= before - suite.most_lost:
+        raise ContractError(
+            _about(suite, trial),
+            expected=f"at least {before - suite.most_lost:.1f} dB, {suite.most_lost:g} less than rounding to "
+            "nearest (most_lost)",
+            found=f"{after:.1f} dB",
+            remedy="judge a change on data held back, and raise NotChanged where it does not help",
+        )
+
+
+def takes_odd_data(suite: AlgorithmSuite, place: Place) -> None:
+    """One batch, zeros, a dead channel, huge values: finite outputs, or an error that says why."""
+    trial = suite.trial(place)
+    for kind, data in _odd(trial).items():
+        prepared = _prepared(trial)
+        try:
+            for batch in data:
+                prepared(*copies(batch))
+        except UserError:
+            continue
+        with expecting(
+            f"{_about(suite, trial)}, calibrated with {kind}",
+            "that it converts, or an error of qompose's that says why not",
+            "check what the statistics hold, and raise NotChanged with the reason",
+        ):
+            found = _convert_or_refuse(prepared)
+        usual = trial.batches("evaluation", 1)[0]
+        if found is not None and not all(bool(x.isfinite().all()) for x in outputs(found, usual)):
+            raise ContractError(
+                f"{_about(suite, trial)}, calibrated with {kind}",
+                expected="finite outputs on usual data",
+                found="NaN or infinity",
+                remedy="check that errors and factors are finite, and raise NotChanged otherwise",
+            )
+
+
+def reaches_kernels(suite: AlgorithmSuite, place: Place) -> None:
+    """What it decided is what the kernels of this process compute with."""
+    backend, trial = suite.suites[place.backend], suite.trial(place)
+    if TORCH_TARGET.name not in trial.terms.rule.kernels or not backend.in_process:
+        raise NotApplicable("the rule has no kernel for this process")
+    try:
+        backend.require(matches_reference, suite.trial(place, asked=False), TORCH_TARGET.name)
+    except Blocked as reason:
+        raise NotApplicable(f"{reason}, without an algorithm too") from reason
+    backend.judge(matches_reference, trial, TORCH_TARGET.name)
+
+
+def is_saved(suite: AlgorithmSuite, place: Place) -> None:
+    """A converted model is the same once it is saved and loaded."""
+    trial = suite.trial(place)
+    model, batch = _converted(suite, trial), trial.batches("evaluation", 1)[0]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        expecting(
+            _about(suite, trial),
+            "qompose.save and qompose.load to take the model",
+            "see what the record holds",
+        ),
+    ):
+        file = Path(folder, "model.qompose")
+        save(model, file)
+        loaded = load(file)
+    pairs = zip(outputs(model, batch), outputs(loaded, batch), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
+        raise ContractError(
+            _about(suite, trial),
+            expected="the same outputs after qompose.save and qompose.load",
+            found="others",
+            remedy="decide through `set_integers` and the parameters that `found` holds",
+        )
+
+
+def equals_its_copy(suite: AlgorithmSuite) -> None:
+    """A copy is equal: configurations ask for the same algorithm if the objects are equal."""
+    algorithm = suite.algorithm
+    if copy.deepcopy(algorithm) != algorithm and not isinstance(suite.source, str):
+        raise ContractError(
+            suite.subject,
+            expected="a copy that is equal",
+            found=f"{copy.deepcopy(algorithm)!r} is another than {algorithm!r}",
+            remedy="make the class a frozen dataclass, whose fields are its options",
+        )
+
+
+def _about(suite: AlgorithmSuite, trial: Trial) -> str:
+    return f"{suite.subject} for {trial}"
+
+
+def _data(trial: Trial) -> list[Inputs]:
+    return trial.batches("calibration", BATCHES)
+
+
+def _prepared(trial: Trial) -> GraphModule:
+    """Return the program with observers that saw nothing."""
+    return prepare_pt2e(trial.built.program, quantizer_for(trial.terms, trial.model))
+
+
+def _calibrated(trial: Trial, data: Sequence[Inputs]) -> GraphModule:
+    prepared = _prepared(trial)
+    with torch.no_grad():
+        for batch in data:
+            prepared(*copies(batch))
+    return prepared
+
+
+def _convert(suite: AlgorithmSuite, trial: Trial, prepared: GraphModule) -> GraphModule:
+    remedy = "raise NotChanged with the reason where it cannot be done"
+    with expecting(_about(suite, trial), "convert_pt2e to make a Q/DQ model", remedy):
+        return convert_pt2e(prepared)
+
+
+def _converted(suite: AlgorithmSuite, trial: Trial) -> GraphModule:
+    """Return the Q/DQ model of all data, made once."""
+    made: GraphModule = trial.keep(
+        "converted with plenty of data",
+        lambda: _convert(suite, trial, _calibrated(trial, _data(trial))),
+    )
+    return made
+
+
+def _convert_or_refuse(prepared: GraphModule) -> GraphModule | None:
+    """Return the Q/DQ model, None where qompose says why there is none."""
+    try:
+        return convert_pt2e(prepared)
+    except MemberError:
+        raise  # an error of the algorithm's own
+    except UserError:
+        return None
+
+
+def _equal(one: GraphModule, other: GraphModule, key: str) -> bool:
+    found = other.state_dict().get(key)
+    return found is not None and torch.equal(one.state_dict()[key], found)
+
+
+def _most_other(one: GraphModule, other: GraphModule) -> float:
+    """Return the largest part of the integers of a parameter that differs; 1 where parameters do."""
+    before, after = one.state_dict(), other.state_dict()
+    if before.keys() != after.keys():
+        return 1.0
+    integers = [n for n, x in before.items() if not x.is_floating_point() and x.numel()]
+    parts = [float((before[name] != after[name]).float().mean()) for name in integers]
+    return max(parts, default=0.0)
+
+
+def _ratio(trial: Trial, model: GraphModule, batches: Sequence[Inputs]) -> float:
+    """Return the signal to noise ratio of all batches together, in dB."""
+    pairs = [(outputs(trial.model, batch), outputs(model, batch)) for batch in batches]
+    wanted, found = (
+        torch.cat([x.flatten() for pair in pairs for x in pair[side]]) for side in (0, 1)
+    )
+    return sqnr(wanted, found)
+
+
+def _odd(trial: Trial) -> dict[str, list[Inputs]]:
+    usual = _data(trial)
+
+    def each(change: str) -> list[Inputs]:
+        return [tuple(_changed(x, change) for x in batch) for batch in _copies_of(usual)]
+
+    return {
+        "one batch": usual[:1],
+        "the same batch again and again": usual[:1] * BATCHES,
+        "zeros": each("zeros"),
+        "a dead channel": each("dead"),
+        "values of 1e30": each("huge"),
+        "no data": [],
+    }
+
+
+def _copies_of(data: Sequence[Inputs]) -> list[Inputs]:
+    """Return copies of batches."""
+    return [copies(batch) for batch in data]
+
+
+def _changed(x: Tensor, change: str) -> Tensor:
+    """Return a tensor of floats with another kind of values, in place; others as they are."""
+    if not x.is_floating_point():
+        return x
+    if change == "zeros":
+        return x.zero_()
+    if change == "dead":
+        x[..., :1] = 0.0
+        return x
+    x.view(-1)[0] = 1e30
+    return x

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qompose's algorithms keep the contract of every algorithm, on the weights of all our backends."""
+
+from __future__ import annotations
+
+import pytest
+from qompose.testing import AlgorithmContract
+
+pytestmark = pytest.mark.full
+
+
+class TestEqualization(AlgorithmContract):
+    algorithm = "equalization"
+
+
+class TestSmoothQuant(AlgorithmContract):
+    algorithm = "smooth_quant"
+
+
+class TestScaleSearch(AlgorithmContract):
+    algorithm = "scale_search"
+
+
+class TestGPTQ(AlgorithmContract):
+    algorithm = "gptq"
+
+
+class TestBiasCorrection(AlgorithmContract):
+    algorithm = "bias_correction"
