@@ -211,10 +211,10 @@ _NNCF = {
     "int4": (_SYMMETRIC, -1),
 }
 _WEIGHTS: dict[str, dict[str, Any]] = {
-    "int4 g32": {"group_size": 32},
-    "int4 g32 asymmetric": {"group_size": 32, "symmetric": False},
-    "int4 g128": {"group_size": 128},
-    "int4 g128 asymmetric": {"group_size": 128, "symmetric": False},
+    "int4 g32": {"group_size": 32, "symmetric": True},
+    "int4 g32 asymmetric": {"group_size": 32},
+    "int4 g128": {"group_size": 128, "symmetric": True},
+    "int4 g128 asymmetric": {"group_size": 128},
     "int4": {"weight_qmin": -8, "weight_qmax": 7},
 }
 """Weights alone in four bits, in groups and per channel."""

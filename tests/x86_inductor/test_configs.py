@@ -48,8 +48,8 @@ class TestNames:
             ({"is_dynamic": True, "per_token": True}, "dynamic per token"),
             (WEIGHT_ONLY, "weight-only int8"),
             ({**WEIGHT_ONLY, "group_size": 64}, "weight-only int4 groups of 64"),
-            ({**WEIGHT_ONLY, "group_size": 64, "symmetric": False},
-             "weight-only int4 groups of 64, zero points per group"),
+            ({**WEIGHT_ONLY, "group_size": 64, "symmetric": True},
+             "weight-only int4 groups of 64, weights symmetric"),
             ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
@@ -81,7 +81,7 @@ class TestNames:
         assert list(qompose.backend.load_backend("x86_inductor").configs) == [
             "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
             "weight-only int8", "weight-only int4 groups of 32",
-            "weight-only int4 groups of 32, zero points per group", "weight-only int4 groups of 128",
+            "weight-only int4 groups of 32, weights symmetric", "weight-only int4 groups of 128",
             "weight-only float16",
         ]  # fmt: skip
 
@@ -189,7 +189,8 @@ class TestWhatExcludesWhat:
         ],
     )
     def test_words_and_numbers_for_booleans(self, name: str) -> None:
-        for value in (0, 1, None, "no", torch.tensor(True)):
+        unset = () if name == "symmetric" else (None,)
+        for value in (0, 1, *unset, "no", torch.tensor(True)):
             with pytest.raises(ConfigError, match=name):
                 CONFIG(**{name: value})
 

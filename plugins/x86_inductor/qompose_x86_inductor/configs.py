@@ -38,7 +38,7 @@ def get_default_x86_inductor_quantization_config(
     weight_qmin: int | None = None,
     weight_qmax: int | None = None,
     group_size: int | None = None,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     per_token: bool = False,
     isa: str | None = None,
     range: str = "auto",
@@ -47,7 +47,7 @@ def get_default_x86_inductor_quantization_config(
     algorithms: tuple[str | SmoothQuant, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
-    """Return uint8 activations per tensor and symmetric int8 weights per output channel.
+    """Return uint8 activations per tensor and int8 weights per output channel, symmetric but for groups.
 
     Its name lists the options that are not defaults. Where the processor's int8 products saturate (no
     VNNI), weights have seven bits: two products of `255 * 64` fit into the 16 bits of their sum.
@@ -61,8 +61,8 @@ def get_default_x86_inductor_quantization_config(
             127 for other weights alone, else what `isa` multiplies exactly.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
             bfloat16. For linear, with weights alone.
-        symmetric: False gives each group a zero point of its own, a byte more, so that its integers cover the
-            range of its values and no more.
+        symmetric: True leaves groups without zero points. Else each has one, in a byte more, so that its
+            integers cover the range of its values and no more. Other weights never have any.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this exactness.
@@ -91,9 +91,10 @@ def get_default_x86_inductor_quantization_config(
         reduce_range=reduce_range,
         weight_only=weight_only,
         per_token=per_token,
-        symmetric=symmetric,
         balance=balance,
+        **({} if symmetric is None else {"symmetric": symmetric}),
     )
+    symmetric = group_size is None if symmetric is None else symmetric
     _check(is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
     mode = "weight-only" if weight_only else "dynamic" if is_dynamic else "static"
     low, high = _usual_weights(weight_only, group_size, isa)
@@ -108,7 +109,7 @@ def get_default_x86_inductor_quantization_config(
     choices = (
         ("activations", [0, 127], reduce_range),
         ("weights", [low, high], (low, high) != here),
-        ("zero points", "per group", not symmetric),
+        ("weights", "symmetric", group_size is not None and symmetric),
         ("range", range, range != "auto"),
         ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
@@ -199,8 +200,8 @@ def _weight(
     spec = weight_spec(low, high, group_size=group_size, range=range, symmetric=symmetric)
     if high < 1 or -low not in (high, high + 1):
         raise ConfigError(
-            "weights are symmetric: weight_qmin must be -weight_qmax or one less, and weight_qmax at "
-            f"least 1, got [{low}, {high}]"
+            "weight_qmin must be -weight_qmax or one less, and weight_qmax at least 1, "
+            f"got [{low}, {high}]"
         )
     return spec
 
@@ -222,7 +223,7 @@ def named() -> dict[str, QuantizationConfig]:
         make(is_dynamic=True, per_token=True),
         make(weight_only=True),
         make(weight_only=True, group_size=32),
-        make(weight_only=True, group_size=32, symmetric=False),
+        make(weight_only=True, group_size=32, symmetric=True),
         make(weight_only=True, group_size=128),
         get_x86_inductor_linear_dynamic_fp16_config(),
     )
