@@ -52,6 +52,7 @@ class TestNames:
              "weight-only int4 groups of 64, weights symmetric"),
             ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
+            ({"weight_qmin": -2, "weight_qmax": 1}, "static, weights [-2, 1]"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
             ({"weight_range": "mse"}, "static, weight range mse"),
             ({"algorithms": ["bias_correction"]}, "static, algorithms bias_correction"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,10 @@ def test_moments_come_back_from_files_and_merge(tmp_path: Path) -> None:
         assert len(said(found)[0]) == 2
     with pytest.raises(StatisticsError):
         replace(merged, moments=()).apply(prepare(exported, quantizer))
+    written = json.loads((tmp_path / "it.json").read_text())
+    total = written["moments"][0][1]["total"]
+    for wrong in (total[0], [*total, total[0]], [[part[:-1] for part in half] for half in total]):
+        written["moments"][0][1]["total"] = wrong
+        (tmp_path / "it.json").write_text(json.dumps(written))
+        with pytest.raises(StatisticsError, match=r"it\.json"):
+            qompose.Statistics.load(tmp_path / "it.json")

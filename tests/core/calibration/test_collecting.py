@@ -173,6 +173,10 @@ class TestMerging:
         with pytest.raises(StatisticsError, match="parameters"):
             seen().merged(qompose.statistics(other))
 
+    def test_numbers_of_batches_add_up(self) -> None:
+        one, other = (replace(seen(), batches=count) for count in (2, 3))
+        assert one.merged(other).batches == 5
+
     def test_a_tensor_that_one_part_never_saw_is_taken_from_the_other(self) -> None:
         part = replace(seen(), entries=seen().entries[1:])
         assert len(part.merged(seen())) == len(seen())

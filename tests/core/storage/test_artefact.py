@@ -34,6 +34,7 @@ from qompose.errors import (
 )
 from qompose.plan.plan import attach
 from qompose.program.call_signature import call_signature
+from qompose.storage import artifact
 from qompose.storage.artifact import read
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -360,6 +361,15 @@ class TestAgain:
             qompose.save(loaded, path)
         qompose.save(qompose.lower(before), path)
         assert path.read_bytes() == first
+
+    def test_what_cannot_be_lowered_again_is_named(
+        self, path: Path, offered: Offered, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever goes wrong: a file may have been forged."""
+        qompose.save(qompose.lower(mlp()), path)
+        monkeypatch.setattr(artifact, "with_kernels", lambda *given: 1 / 0)
+        with pytest.raises(ArtefactError, match=path.name):
+            qompose.load(path)
 
     @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
     def test_the_caller_need_not_keep_the_converted_model(

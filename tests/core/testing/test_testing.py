@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
+from qompose.backend import Backend, OperatorPattern, Rule, RuleUse, TensorConstraint
 from qompose.backend.discovery import RESTRICT_VARIABLE
 from qompose.testing.backend_contract import BackendContract
 from qompose.testing.checks_behavior import imports_cleanly
@@ -32,7 +32,7 @@ from qompose.testing.fixtures import (
 )
 from qompose.testing.suite import Suite
 from qompose.testing.trial import Example, examples_of
-from qompose.testing.variations import limits
+from qompose.testing.variations import _ranges, limits
 from torch import Tensor
 
 from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
@@ -408,3 +408,10 @@ def test_edges_cover_every_type_with_every_scheme() -> None:
         assert {dtype for dtype, _ in pairs} == {torch.int8, torch.uint8, torch.int16}
         assert (torch.int8, torch.per_channel_symmetric) in pairs
     assert all(limit.config != STATIC or limit.spec == INT8 for limit in limits(LINEAR, STATIC))
+
+
+def test_edges_are_one_step_around_the_bounds_on_each_side() -> None:
+    kind = {"dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine}}
+    bounds = TensorConstraint(**kind, quant_min_lower_bound=-8, quant_max_upper_bound=7)
+    found = [*_ranges(torch.int8, bounds)]
+    assert found[:4] == [(-128, 127), (-8, 7), (-9, 7), (-8, 8)]

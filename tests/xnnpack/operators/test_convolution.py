@@ -158,6 +158,11 @@ def test_dynamic(
 INTEGERS = int8(0, 1, 4, 5, 5)
 
 
+def static(x: Tensor) -> None:
+    constants = (weights(0, 2, 4, 3, 3), torch.ones(1), None)
+    KERNELS.conv2d(x, 0.1, 3, *constants, [1], [0], [1], 1, 0.1, 0, *FULL)
+
+
 def static_transposed(
     x: Tensor = INTEGERS, scales: int = 1, extra: int = 0, groups: int = 1
 ) -> None:
@@ -193,6 +198,7 @@ def dynamic_transposed(
         (static_transposed, {"extra": 2}, "conv_transpose2d: .*output_padding"),
         (static_transposed, {"scales": 2, "groups": 2}, "conv_transpose2d: .*scale"),
         (static_transposed, {"x": int8(0, 4, 5, 5)}, r"conv_transpose2d: .*\(4, 5, 5\).* batch"),
+        (static, {"x": int8(0, 4, 5, 5)}, r"\(4, 5, 5\).* batch of images"),
         *(
             (call, wrong, f"{name}: .*{found}")
             for call, name in (
