@@ -123,8 +123,9 @@ class Contract:
 
 
 def names_of_tests(contract: type) -> list[str]:
-    """Return the names of the tests of a class."""
-    return [name for name in dir(contract) if name.startswith("test_")]
+    """Return the names of the tests of a class, in the order in which they are written."""
+    names = (name for kind in reversed(contract.__mro__) for name in vars(kind))
+    return [name for name in dict.fromkeys(names) if name.startswith("test_")]
 
 
 def _kept(cls: type, whole: type, name: str) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -21,11 +20,12 @@ from qompose.algorithms import (
 )
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS
 from qompose.testing import AlgorithmContract
-from qompose.testing.contract import Contract, names_of_tests, parameters
+from qompose.testing.contract import Contract, names_of_tests
 from torch import Tensor
 
 from tests.core.sound_backend import LINEAR, SoundBackend
 from tests.core.sound_products import conv
+from tests.core.testing.test_testing import failures as all_failures
 
 SOUND = SoundBackend([LINEAR, conv()])
 TESTS = names_of_tests(AlgorithmContract)
@@ -40,18 +40,7 @@ def contract_of(algorithm: Any, **facts: Any) -> type[AlgorithmContract]:
 def failures(
     contract: type[AlgorithmContract], tests: Sequence[str] = TESTS
 ) -> dict[str, list[str]]:
-    """Test -> the messages of its failures, as pytest would call it."""
-    found = defaultdict(list)
-    for test in tests:
-        names, rows, _ = parameters(contract, test) or ((), [()], [""])
-        for row in rows:
-            try:
-                getattr(contract(), test)(**dict(zip(names, row, strict=True)))
-            except pytest.skip.Exception:
-                continue
-            except pytest.fail.Exception as failure:
-                found[test].append(str(failure))
-    return dict(found)
+    return all_failures(contract, tests)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from qompose.testing.backend_contract import BackendContract
 from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.checks_kernel import accepts
 from qompose.testing.checks_rule import converts
-from qompose.testing.contract import names_of_tests, parameters
+from qompose.testing.contract import Contract, names_of_tests, parameters
 from qompose.testing.fixtures import (
     Blocked,
     ContractError,
@@ -69,7 +69,7 @@ def contract_of(make: Callable[[], Backend]) -> type[BackendContract]:
 
 
 def failures(
-    contract: type[BackendContract], tests: Sequence[str] = TESTS, enough: str | None = None
+    contract: type[Contract], tests: Sequence[str] = TESTS, enough: str | None = None
 ) -> dict[str, list[str]]:
     """Test -> the messages of its failures, as pytest would call it, up to one with `enough` in it."""
     found = defaultdict(list)
