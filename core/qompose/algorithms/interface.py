@@ -113,6 +113,18 @@ class Algorithm:
         """Change parameters that stay in float; all quantization parameters are known."""
 
 
+def _check(chosen: object, given: QParams) -> None:
+    """Check that an algorithm's quantization parameters can stand in place of those it was given."""
+    if not isinstance(chosen, QParams):
+        raise TypeError(f"expected QParams or None, got {chosen!r}")
+    for name in ("scale", "zero_point"):
+        shape, wanted = getattr(chosen, name).shape, getattr(given, name).shape
+        if shape != wanted:
+            raise ValueError(f"{name} must have the shape {tuple(wanted)}, got {tuple(shape)}")
+    if not bool((chosen.scale.isfinite() & (chosen.scale > 0)).all()):
+        raise ValueError("scale must be positive and finite")
+
+
 @dataclass(frozen=True)
 class Algorithms:
     """The algorithms that stages ask, in their order. What one raises says whose it is."""
@@ -170,7 +182,10 @@ class Algorithms:
         """Return the parameters that they leave a group, each with those of the one before."""
         for algorithm, blamed in self._each("choose quantization parameters"):
             with blamed:
-                q = algorithm.choose_qparams(found, number, q) or q
+                chosen = algorithm.choose_qparams(found, number, q)
+                if chosen is not None:
+                    _check(chosen, q)
+                    q = chosen
         return q
 
     def correct(self, found: Calibrated) -> None:

@@ -456,7 +456,7 @@ class Evaluator:
                 self._ask_for(name, land, asked[name], chosen.plan, left)
 
     def _settings(self, operators: list[str], wanted: set[str]) -> tuple[Setting, ...]:
-        """Return the settings for operators, of which some may have been made by a rewrite and have none."""
+        """Return the settings of operators; those made by a rewrite have none."""
         found = (self._picker.setting(operator, wanted) for operator in operators)
         return tuple(dict.fromkeys(setting for setting in found if setting is not None))
 

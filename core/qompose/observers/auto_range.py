@@ -205,6 +205,7 @@ class AutoRangeObserver(OfHistogram):
         for candidate in self._candidates():
             errors = trial.errors(self._rounded(trial.rows, candidate))
             ratios = [error / max(of, _NOTHING) for error, of in zip(errors, least, strict=True)]
+            # Each by itself: NaN, which max() may pass over, is no gain.
             if all(ratio <= _NEEDED for ratio in ratios) and errors[0] < fitted:
                 best, fitted = replace(candidate, error=ratios[1]), errors[0]
         return best

@@ -128,7 +128,7 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
     if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
         raise ConfigError(
             f"its observer is a {kind}, whose formula for {spec.qscheme} supposes quant_min=0, unlike "
-            f"{describe_spec(spec)}: use uint8, or an observer of qompose.observers"
+            f"{describe_spec(spec)}: use integers that begin at 0, or an observer of qompose.observers"
         )
 
 

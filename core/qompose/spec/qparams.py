@@ -66,9 +66,9 @@ def choose_qparams(
         affine         scale = (maximum - minimum) / n    zero point = quant_min - round(minimum / scale)
         float qparams  scale = (maximum - minimum) / n, unwidened     zero point = quant_min - minimum / scale
 
-    torch's float qparams suppose `quant_min == 0`. Below `eps`, torch gives them the scale 1, which makes one
-    number of a channel; here its scale is `eps`, as in the other schemes. A constant channel has the scale 1
-    and is exact.
+    torch's float qparams suppose `quant_min == 0`. Below `eps`, torch gives them the scale 1, which collapses
+    a channel to one value; here its scale is `eps`, as in the other schemes. A constant channel has the
+    scale 1 and is exact.
 
     Args:
         minimum, maximum: shape `()` or `(C,)`, same shape.

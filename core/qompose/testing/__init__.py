@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract suites: an author subclasses a class and names the backend, whose rule table makes the tests.
+"""Contract suites: an author subclasses a class, names a backend or an algorithm, and runs pytest.
 
 ::
 
@@ -8,7 +8,7 @@
     class TestMyBackend(BackendContract):
         backend = "mybackend"
 
-`AlgorithmContract` is that of an algorithm.
+The rule table makes the tests. `AlgorithmContract` does the same for an algorithm.
 """
 
 from __future__ import annotations

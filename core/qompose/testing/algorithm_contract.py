@@ -31,13 +31,13 @@ class AlgorithmContract(Contract):
 
     Each test runs for the weights of every backend that is installed and can be used here, one operator
     and mode at a time. A test that cannot pass is overridden with a reason, `pytest.mark.xfail(reason=...)`;
-    to override or delete one without is a failure.
+    overriding or deleting one without a reason fails.
 
     Attributes:
         algorithm: the word of its entry point; or, if it is not installed or has options, an Algorithm or a
             function that returns one.
-        backends: names of backends, or Backends, that it is for; all that are installed by default.
-        most_lost: how many dB the outputs of a product on data alike may lose to weights rounded to nearest.
+        backends: the backends to test with, as names or Backends; by default every installed one.
+        most_lost: how many dB a product may lose, on data like the calibration data, to rounding to nearest.
     """
 
     algorithm: ClassVar[AlgorithmSource] = ""

@@ -44,6 +44,7 @@ class AlgorithmSuite:
     chosen: Sequence[BackendSource] = ()
     most_lost: float = 3.0
     _trials: dict[tuple[Place, bool], Trial] = field(default_factory=dict)
+    _refused: str = ""
 
     def load(self) -> None:
         """Load the algorithm and the backends.
@@ -51,12 +52,19 @@ class AlgorithmSuite:
         Raises:
             ContractError: one of them cannot be loaded, or no rule has a weight that it is allowed for.
         """
+        if isinstance(self.chosen, str) or not isinstance(self.most_lost, (int, float)):
+            raise ContractError(
+                self.subject,
+                expected="a sequence of `backends`, and a number of dB as `most_lost`",
+                found=f"backends={self.chosen!r}, most_lost={self.most_lost!r}",
+                remedy="correct the attributes of the class",
+            )
         if not self.places:
             raise ContractError(
                 self.subject,
                 expected="an installed backend with a configuration that may ask for it",
-                found=f"{', '.join(self.suites) or 'no backend'}",
-                remedy="install a backend, or name those of `backends` that it is for",
+                found=self._refused or f"{', '.join(self.suites) or 'no backend'}",
+                remedy="install a backend with weights, and ask for what configurations accept",
             )
 
     @cached_property
@@ -66,7 +74,8 @@ class AlgorithmSuite:
         Raises:
             ContractError: there is none, or it has no word.
         """
-        subject, remedy = f"algorithm {self.source!r}", "correct its module, or its entry point"
+        subject = f"algorithm {self.source!r}"
+        remedy = "set `algorithm` to its word or an object, or correct its module or entry point"
         with expecting(subject, "that it is installed and loads", remedy):
             found = self._of_word(self.source) if isinstance(self.source, str) else self.source
             made = found if isinstance(found, Algorithm) else found()
@@ -86,12 +95,12 @@ class AlgorithmSuite:
 
     @property
     def choice(self) -> AlgorithmChoice:
-        """What a configuration asks for it by."""
+        """The value for `algorithms=` of a configuration."""
         return self.algorithm.word if isinstance(self.source, str) else self.algorithm
 
     @property
     def subject(self) -> str:
-        """What failures are about."""
+        """The subject of error messages."""
         return f"algorithm {self.algorithm.word!r}"
 
     @cached_property
@@ -124,8 +133,9 @@ class AlgorithmSuite:
                 continue
             try:
                 replace(config, algorithms=(self.choice,))
-            except ConfigError:
-                continue  # a word of qompose's that is not for this mode
+            except ConfigError as error:  # such as a word of qompose's that is not for this mode
+                self._refused = str(error)
+                continue
             yield case
 
     def trial(self, place: Place, *, asked: bool = True) -> Trial:
@@ -141,7 +151,7 @@ class AlgorithmSuite:
 
 
 def _kind(weight: Any) -> tuple[object, ...]:
-    """Return what tells weights apart for an algorithm: their integers, and what shares a scale."""
+    """Return what tells weights apart: their integers, and whether groups have scales; of any size."""
     blocks = getattr(weight, "block_size", None)
     return weight.quant_min, weight.quant_max, weight.dtype, weight.qscheme, blocks is None
 

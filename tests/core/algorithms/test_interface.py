@@ -117,6 +117,22 @@ def converted(*algorithms: Any, **of_modules: Any) -> GraphModule:
     return qompose.convert_pt2e(prepared)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda q: 3, lambda q: replace(q, scale=q.scale * torch.nan), lambda q: replace(q, scale=-q.scale),
+     lambda q: replace(q, scale=q.scale.repeat(2)), lambda q: replace(q, zero_point=q.zero_point[:1])],
+)  # fmt: skip
+def test_parameters_that_cannot_be_are_the_algorithms_fault(wrong: Any) -> None:
+    class Wrong(Algorithm):
+        word = "wrong"
+
+        def choose_qparams(self, found: Calibrated, number: int, q: Any) -> Any:
+            return wrong(q)
+
+    with pytest.raises(MemberError, match="algorithm wrong, asked to choose"):
+        converted(Wrong())
+
+
 def integers(model: GraphModule, path: str) -> list[int]:
     return model.get_buffer(f"{path}.weight_q").unique().tolist()
 

@@ -164,7 +164,8 @@ def test_every_kind_of_weight_is_a_place() -> None:
     ("source", "facts", "named"),
     [
         ("gtpq", {}, "gptq"), (3, {}, "3"), (Algorithm(), {}, "word"),
-        ("gptq", {"backends": (SoundBackend([]),)}, "sound"),
+        ("gptq", {"backends": (SoundBackend([]),)}, "sound"), ("gptq", {"backends": "sound"}, "backends"),
+        ("gptq", {"most_lost": "3"}, "most_lost"), ("", {}, "algorithm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_tested_is_named(source: Any, facts: Any, named: str) -> None:
