@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -43,7 +43,6 @@ class AlgorithmSuite:
     source: AlgorithmSource
     chosen: Sequence[BackendSource] = ()
     most_lost: float = 3.0
-    _trials: dict[tuple[Place, bool], Trial] = field(default_factory=dict)
     _refused: str = ""
 
     def load(self) -> None:
@@ -63,7 +62,7 @@ class AlgorithmSuite:
             raise ContractError(
                 self.subject,
                 expected="an installed backend with a configuration that may ask for it",
-                found=self._refused or f"{', '.join(self.suites) or 'no backend'}",
+                found=self._refused or ", ".join(self.suites) or "no backend",
                 remedy="install a backend with weights, and ask for what configurations accept",
             )
 
@@ -140,14 +139,11 @@ class AlgorithmSuite:
 
     def trial(self, place: Place, *, asked: bool = True) -> Trial:
         """Return the trial of a place, with the algorithm or without any."""
-        key = place, asked
-        if key not in self._trials:
-            suite = self.suites[place.backend]
-            config = suite.configs[place.case.config]
-            config = replace(config, algorithms=(self.choice,) if asked else ())
-            name = f"{place.case.config}, {self.algorithm.word if asked else 'no algorithm'}"
-            self._trials[key] = suite.trial(place.case, name=name, config=config)
-        return self._trials[key]
+        suite = self.suites[place.backend]
+        config = suite.configs[place.case.config]
+        config = replace(config, algorithms=(self.choice,) if asked else ())
+        name = f"{place.case.config}, {self.algorithm.word if asked else 'no algorithm'}"
+        return suite.trial(place.case, name=name, config=config)
 
 
 def _kind(weight: Any) -> tuple[object, ...]:

@@ -195,12 +195,12 @@ def is_saved(suite: AlgorithmSuite, place: Place) -> None:
 
 def equals_its_copy(suite: AlgorithmSuite) -> None:
     """A copy is equal: configurations ask for the same algorithm if the objects are equal."""
-    algorithm = suite.algorithm
-    if copy.deepcopy(algorithm) != algorithm and not isinstance(suite.source, str):
+    algorithm, copied = suite.algorithm, copy.deepcopy(suite.algorithm)
+    if copied != algorithm and not isinstance(suite.source, str):
         raise ContractError(
             suite.subject,
             expected="a copy that is equal",
-            found=f"{copy.deepcopy(algorithm)!r} is another than {algorithm!r}",
+            found=f"{copied!r} is another than {algorithm!r}",
             remedy="make the class a frozen dataclass, whose fields are its options",
         )
 
@@ -279,7 +279,7 @@ def _odd(trial: Trial) -> dict[str, list[Inputs]]:
     usual = _data(trial)
 
     def each(change: str) -> list[Inputs]:
-        return [tuple(_changed(x, change) for x in batch) for batch in _copies_of(usual)]
+        return [tuple(_changed(x, change) for x in copies(batch)) for batch in usual]
 
     return {
         "one batch": usual[:1],
@@ -289,11 +289,6 @@ def _odd(trial: Trial) -> dict[str, list[Inputs]]:
         "values of 1e30": each("huge"),
         "no data": [],
     }
-
-
-def _copies_of(data: Sequence[Inputs]) -> list[Inputs]:
-    """Return copies of batches."""
-    return [copies(batch) for batch in data]
 
 
 def _changed(x: Tensor, change: str) -> Tensor:
