@@ -8,6 +8,7 @@ from functools import partial
 
 from accuracy_tasks.images import digits, unet, vit
 from accuracy_tasks.language import gpt
+from accuracy_tasks.mobile import mobilenet
 from accuracy_tasks.pitch import crepe
 from accuracy_tasks.recommending import recommender
 from accuracy_tasks.sentences import minilm, minilm_alike, minilm_demo
@@ -22,6 +23,7 @@ TASKS: dict[str, Callable[[Settings], Subject]] = {
     "crepe-full": partial(crepe, "full", 8, 2),
     "digits": digits,
     "vit": vit,
+    "mobilenet": mobilenet,
     "unet": unet,
     "gpt": gpt,
     "recommender": recommender,

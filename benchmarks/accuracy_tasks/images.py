@@ -53,7 +53,7 @@ STYLES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }  # fmt: skip
 
 
-def _styled(images: Tensor, labels: Tensor, settings: Settings) -> dict[str, Source]:
+def styled(images: Tensor, labels: Tensor, settings: Settings) -> dict[str, Source]:
     """Test images in each style, in full batches."""
     judged = {}
     for style, change in STYLES.items():
@@ -64,7 +64,7 @@ def _styled(images: Tensor, labels: Tensor, settings: Settings) -> dict[str, Sou
     return judged
 
 
-def _calibration(images: Tensor) -> list[Inputs]:
+def calibration(images: Tensor) -> list[Inputs]:
     """Full batches, as many as there are."""
     full = len(images) // ROWS * ROWS
     return [(part,) for part in images[:full].split(ROWS)][:MOST_BATCHES]
@@ -77,9 +77,9 @@ def digits(settings: Settings) -> Subject:
     training, test = digits_task.load()
 
     net = digits_task.train(training, epochs=settings.few(digits_task.EPOCHS))
-    judged = _styled(test.images, test.labels, settings)
+    judged = styled(test.images, test.labels, settings)
     title = f"Digits, residual network: calibrated with plain images; judged on {', '.join(STYLES)}"
-    return Subject(title, net, _calibration(training.images), judged, classes)
+    return Subject(title, net, calibration(training.images), judged, classes)
 
 
 class EncoderBlock(nn.Module):
@@ -119,7 +119,7 @@ class ViT(nn.Module):
 
 
 @cache
-def _large_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def large_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, then those of the test."""
     import digits_task
 
@@ -131,9 +131,9 @@ def _enlarged(images: Tensor) -> Tensor:
     return F.interpolate(images, size=PIXELS, mode="bilinear")
 
 
-def _vit_loss(net: nn.Module, step: int) -> Tensor:
+def loss_on_styles(net: nn.Module, step: int) -> Tensor:
     """On training images in all styles, which calibration then has none of."""
-    images, labels, _, _ = _large_digits()
+    images, labels, _, _ = large_digits()
     chosen = torch.randint(len(labels), (64,), generator=drawer(6, step))
     style = [*STYLES, None][step % (len(STYLES) + 1)]
     batch = STYLES[style](images[chosen], drawer(7, step)) if style else images[chosen]
@@ -142,11 +142,11 @@ def _vit_loss(net: nn.Module, step: int) -> Tensor:
 
 def vit(settings: Settings) -> Subject:
     """A ViT that is trained on every style, calibrated with the plain one, and judged on the others."""
-    images, _, test, labels = _large_digits()
-    net = settings.trained("vit", ViT, _vit_loss, steps=900, rate=2e-3)
-    judged = _styled(test, labels, settings)
+    images, _, test, labels = large_digits()
+    net = settings.trained("vit", ViT, loss_on_styles, steps=900, rate=2e-3)
+    judged = styled(test, labels, settings)
     title = f"ViT, 37 tokens of digits: calibrated with plain images; judged on {', '.join(STYLES)}"
-    return Subject(title, net, _calibration(images), judged, classes, transformer=True)
+    return Subject(title, net, calibration(images), judged, classes, transformer=True)
 
 
 class Doubled(nn.Sequential):
@@ -251,9 +251,9 @@ def unet(settings: Settings) -> Subject:
         clean = _photographs()[place * count * ROWS : (place + 1) * count * ROWS]
         noisy = _with_noise(clean, sigma, drawer(11, place))
         judged[f"photographs, {name}"] = Source([(part,) for part in noisy.split(ROWS)], clean)
-    calibration = batched(settings.few(MOST_BATCHES), draw)
+    calibrated = batched(settings.few(MOST_BATCHES), draw)
     title = (
         f"U-Net that takes noise away: calibrated with scenes made here, noise of {SIGMA_CALIBRATED}; "
         f"judged on {', '.join(judged)}"
     )
-    return Subject(title, net, calibration, judged, _psnr)
+    return Subject(title, net, calibrated, judged, _psnr)

@@ -99,7 +99,7 @@ class Settings:
         from digits_task import one_thread
 
         steps = self.few(steps)
-        file = self.cache / f"{name}-{_digest(inspect.getmodule(loss), steps, rate)}.pt"
+        file = self.cache / f"{name}-{_digest((make, loss), steps, rate)}.pt"
         with torch.random.fork_rng(devices=[]), one_thread():
             torch.manual_seed(0)
             net = make()
@@ -113,9 +113,10 @@ class Settings:
         return net.eval()
 
 
-def _digest(module: Any, *numbers: float) -> str:
-    """Of everything that weights depend on: the module of a task, these lines, and torch."""
-    sources = [inspect.getsource(part) for part in (module, sys.modules[__name__])]
+def _digest(parts: Sequence[Any], *numbers: float) -> str:
+    """Of everything that weights depend on: the modules of network and loss, these lines, and torch."""
+    modules = dict.fromkeys([*map(inspect.getmodule, parts), sys.modules[__name__]])
+    sources = [inspect.getsource(module) for module in modules if module is not None]
     text = "\n".join([*sources, *map(str, numbers), torch.__version__])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
