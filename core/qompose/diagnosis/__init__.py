@@ -4,13 +4,16 @@
 from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, sensitivity
 from qompose.diagnosis.support_query import NodeSupport, can_quantize
 from qompose.diagnosis.tuning_search import tune
-from qompose.diagnosis.tuning_trials import Tuning
+from qompose.diagnosis.tuning_trials import Assigned, Attempt, Excluded, Tuning
 from qompose.diagnosis.value_comparison import compare
 from qompose.reporting.report_data import Compared, Comparison
 
 __all__ = [
+    "Assigned",
+    "Attempt",
     "Compared",
     "Comparison",
+    "Excluded",
     "NodeSupport",
     "Sensitivity",
     "SiteCost",

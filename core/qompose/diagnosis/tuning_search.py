@@ -14,6 +14,12 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qompose.console import on_terminal, progress_bar
+from qompose.diagnosis.mixed_precision import (
+    RANKING_BATCHES,
+    Choices,
+    MixedSearch,
+    named_choices_of,
+)
 from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, measured
 from qompose.diagnosis.tuning_trials import (
     Attempt,
@@ -32,9 +38,8 @@ from qompose.errors import ConfigError, TuningError, UserError
 from qompose.program.user_input import check_limit, check_several
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.spec.quantization_spec import QuantizationConfig
 
-RANKING_BATCHES = 4
-"""How many batches the ranking takes: it guides the search, which asks the metric about every step."""
 _LEAST_SHARE = 0.1
 """Operators count as if they had this part of the mean of all multiply-accumulates: some have none."""
 
@@ -44,19 +49,29 @@ def tune(
     quantizer: Quantizer,
     data: Iterable[Any],
     metric: Callable[[Any], Any],
-    max_drop: float,
+    max_drop: float | None = None,
     *,
+    choices: Choices | Iterable[QuantizationConfig | None] | None = None,
+    max_bytes: int | None = None,
     target: str | None = None,
     ranking: Sensitivity | None = None,
     transform: Callable[[Any], Any] | None = None,
     limit: int | None = None,
     progress: bool | None = None,
 ) -> Tuning:
-    """Find selectors that leave as few multiply-accumulates in float as a target allows.
+    """Find selectors that meet a target: what to leave in float, or which configuration each operator gets.
 
-    Operators are left in float in the order of their cost per multiply-accumulate until the target is met;
-    then each is quantized again, the largest first, if it is met without. So no single one of those that
-    stay in float can be quantized. Every setting is prepared, calibrated, converted and measured.
+    Without `choices` as few multiply-accumulates are left in float as the target allows. Operators are left
+    in float in the order of their cost per multiply-accumulate until the target is met; then each is
+    quantized again, the largest first, if it is met without. So no single one of those that stay in float
+    can be quantized.
+
+    With `choices` every operator with parameters gets one of them, or stays as the quantizer says: with
+    `max_drop` so that the file has few bytes, with `max_bytes` so that the loss is small. What each choice
+    costs at each operator alone is measured on four batches, and a knapsack is filled
+    (`qompose.diagnosis.knapsack`).
+
+    Every setting that is tried is prepared, calibrated, converted and measured.
 
     Args:
         model: what torch.export made.
@@ -66,6 +81,9 @@ def tune(
         metric: called with a model, which is called as the program is; returns how good it is, higher is
             better. It is asked about the float program, too.
         max_drop: how far below the float program's score the result may be, in units of the metric.
+        choices: configurations, None among them for float; or a mapping of names to them.
+        max_bytes: how large all parameters and buffers may be in a file that `qompose.save` writes. With
+            `choices`, and in place of `max_drop`.
         target: what to lower models for before they are measured; None measures converted models.
         ranking: of an earlier `sensitivity` of this model and quantizer; None measures four batches.
         transform, limit: as for `calibrate`.
@@ -73,12 +91,13 @@ def tune(
 
     Raises:
         TuningError: no setting meets the target; its `tuning` is the best that was found.
-        UserError: `max_drop` is negative or not a number; `limit` or `ranking` is invalid, or of another
-            model; the metric returns no number.
+        UserError: `max_drop` is negative or not a number; `max_bytes`, `choices`, `limit` or `ranking` is
+            invalid, or of another model; the metric returns no number.
+        ConfigError: no backend of the quantizer can follow one of the choices.
         MemberError: the metric raised an error.
         NotExportedError, SelectorError, CalibrationError: as the stages raise them.
     """
-    allowed = _allowed(max_drop)
+    _check_target(max_drop, max_bytes, choices, ranking)
     check_limit(limit)
     if ranking is not None and not isinstance(ranking, Sensitivity):
         raise UserError(f"ranking must be what sensitivity returned, got {type(ranking).__name__}")
@@ -88,18 +107,36 @@ def tune(
     task = Task(model, quantizer, batches, metric, transform, limit, target)
     evaluator = Evaluator(task)
     with progress_bar(on_terminal(progress)) as bar:
-        search = Search(evaluator, allowed, bar)
+        if choices is not None:
+            return MixedSearch(evaluator, named_choices_of(choices), max_drop, max_bytes, bar).run()
+        assert max_drop is not None
+        search = Search(evaluator, max_drop, bar)
         if not search.met(()):
             search.run(ranking)
         return search.result()
 
 
-def _allowed(max_drop: object) -> float:
+def _check_target(max_drop: object, max_bytes: object, choices: object, ranking: object) -> None:
+    """Check that there is one target, and that the other arguments are for the same search."""
+    if choices is None:
+        if max_bytes is not None:
+            raise UserError("max_bytes is for choices: pass the configurations to choose from, too")
+    elif ranking is not None:
+        raise UserError("ranking is for a search without choices, which are measured one by one")
+    if (max_drop is None) == (max_bytes is None):
+        either = "max_drop" if choices is None else "max_drop or max_bytes, and not both,"
+        raise UserError(f"{either} is needed as the target")
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
+        raise UserError(f"max_bytes must be a positive integer, got {max_bytes!r}")
+    if max_drop is not None:
+        _check_drop(max_drop)
+
+
+def _check_drop(max_drop: object) -> None:
     if isinstance(max_drop, bool) or not isinstance(max_drop, (int, float)):
         raise UserError(f"max_drop must be a number, got {max_drop!r}")
     if not (math.isfinite(max_drop) and max_drop >= 0):
         raise UserError(f"max_drop must be finite and not negative, got {max_drop!r}")
-    return float(max_drop)
 
 
 def _measured_ranking(evaluator: Evaluator, bar: Progress) -> Sensitivity:
@@ -166,7 +203,7 @@ class Search:
             what = f"{', '.join(names)} in float" if names else "everything quantized"
             score = self.evaluator.task.score(model, what)
             drop = self.float_score - score
-            self.attempts[names] = Attempt(names, score, drop, met=drop <= self.max_drop, **sizes)
+            self.attempts[names] = Attempt(names, score, drop, *sizes, drop <= self.max_drop)
             self.bar.advance(self._task)
         return self.attempts[names]
 

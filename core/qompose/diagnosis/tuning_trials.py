@@ -8,6 +8,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from qompose.quantizer.composition import ComposableQuantizer, Restrained, quant
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.rule_quantizer import RuleQuantizer, selectors_from_data, selectors_to_data
 from qompose.quantizer.selector_matching import Program, calls_of
+from qompose.spec.quantization_spec import QuantizationConfig
 from qompose.spec.selectors import (
     CALL,
     SUBGRAPH,
@@ -58,6 +60,8 @@ from qompose.spec.selectors import (
 )
 
 FORMAT = 1
+AS_IT_IS = "as it is"
+"""The choice of a site that stays as the quantizer says."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,41 @@ class Excluded:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A setting that was tried: the sites in float, the score, and how far that is below the float one.
+class Assigned:
+    """A site and the choice it was given.
 
-    `float_macs` are the multiply-accumulates in float then, `quantized` counts the sites that are not.
+    Attributes:
+        name, operator, module, macs: as in the ranking.
+        owner: label of the member that quantizes it.
+        choice: name of the choice; `AS_IT_IS` for what the quantizer says itself.
+        bytes: of its parameters in a file that `qompose.save` writes.
+        cost: what its quantization alone costs (`qompose.sensitivity`).
+        settings: the selectors that give it the choice.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    owner: str
+    choice: str
+    bytes: int
+    cost: float
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A setting that was tried.
+
+    Attributes:
+        excluded: the sites in float.
+        score, drop: what the metric says, and how far that is below the float score.
+        float_macs: the multiply-accumulates in float.
+        quantized: how many sites are quantized.
+        met: whether it meets the target.
+        assigned: sites and the names of the choices they were given.
+        bytes: of all parameters and buffers in a file; 0 where there were no choices.
     """
 
     excluded: tuple[str, ...]
@@ -98,6 +133,8 @@ class Attempt:
     float_macs: int
     quantized: int
     met: bool
+    assigned: tuple[tuple[str, str], ...] = ()
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,25 +143,31 @@ class Tuning(Printable):
 
     Attributes:
         excluded: the sites that stay in float, those with the most multiply-accumulates first.
-        score: of the model with these in float.
-        float_score, quantized_score: of the float model, and with nothing left in float.
-        max_drop: what was asked for.
+        score: of the model with these settings.
+        float_score, quantized_score: of the float model, and of the quantizer as it was.
+        max_drop: how far below the float score it may be; None where `max_bytes` was asked for.
         float_macs, macs: multiply-accumulates in float, whoever left them there, and of the whole model.
         attempts: all settings that were tried, in order.
         notes: what else there is to say.
         written: the quantizer with the selectors set as data; None where it cannot be written.
+        assigned: with `choices`, every site that has parameters, those with the most bytes first.
+        bytes: with `choices`, of all parameters and buffers in a file.
+        max_bytes: how many that may be; None where `max_drop` was asked for.
     """
 
     excluded: tuple[Excluded, ...]
     score: float
     float_score: float
     quantized_score: float
-    max_drop: float
+    max_drop: float | None
     float_macs: int
     macs: int
     attempts: tuple[Attempt, ...]
     notes: tuple[str, ...] = ()
     written: Mapping[str, Any] | None = None
+    assigned: tuple[Assigned, ...] = ()
+    bytes: int = 0
+    max_bytes: int | None = None
     _quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -147,14 +190,22 @@ class Tuning(Printable):
     @property
     def selectors(self) -> tuple[Setting, ...]:
         """Return the settings of all sites, each once."""
-        return tuple(dict.fromkeys(s for site in self.excluded for s in site.settings))
+        sites: tuple[Excluded | Assigned, ...] = (*self.excluded, *self.assigned)
+        return _once(s for site in sites for s in site.settings)
 
     def apply(self, quantizer: Quantizer) -> Quantizer:
-        """Return a quantizer with the selectors set, on each member of a composition; it is left as it is.
+        """Return a quantizer with the selectors set; it is left as it is.
 
-        A member without selectors, of another engine or code, is not heard where they say float.
+        Those that say float are set on each member of a composition, and one without selectors, of another
+        engine or code, is not heard there. Those that give a configuration are set on the members whose
+        sites they are for.
+
+        Raises:
+            UserError: the quantizer has no such member.
+            ConfigError: its backend cannot follow a configuration.
         """
-        return excluding(adapt(quantizer), self.selectors)
+        quantizer = adapt(quantizer)
+        return with_settings(quantizer, settings_by_member(quantizer, self.assigned, self.excluded))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tuning as JSON data; a score that is infinite is a text."""
@@ -192,19 +243,32 @@ class Tuning(Printable):
         share = self.float_macs / self.macs if self.macs else 0.0
         drop = self.float_score - self.score
         below = f"{drop:.3g} below float" if math.isfinite(drop) else "without bound below float"
+        before = "as it was" if self.assigned else "all quantized"
         head = (
             f"score {self.score:.6g}, {below} ({self.float_score:.6g}), with {share:.1%} of the "
-            f"multiply-accumulates in float; all quantized: {self.quantized_score:.6g}"
+            f"multiply-accumulates in float; {before}: {self.quantized_score:.6g}"
         )
+        if self.assigned:
+            head += f"; {self.bytes:,} bytes, as it was: {self.attempts[0].bytes:,}"
         return [head, *self._tables(), *(f"- {note}" for note in self.notes)]
 
     def _tables(self) -> Iterator[Block]:
         if self.excluded:
             header = ("in float", "selectors", "MACs", "cost", "with it")
             yield Table(header, tuple(map(_cells, self.excluded)))
-        tried = ("tried: in float", "score", "below float", "MACs in float")
+        if self.assigned:
+            given = ("site", "choice", "bytes", "cost", "MACs")
+            yield Table(given, tuple(map(_cells_of_choice, self.assigned)))
+            tried = ("tried: choices", "score", "below float", "bytes")
+        else:
+            tried = ("tried: in float", "score", "below float", "MACs in float")
         rows = tuple(
-            (named_or_nothing(a.excluded), f"{a.score:.6g}", f"{a.drop:.3g}", a.float_macs)
+            (
+                named_choices(a.assigned) if self.assigned else named_or_nothing(a.excluded),
+                f"{a.score:.6g}",
+                f"{a.drop:.3g}",
+                a.bytes if self.assigned else a.float_macs,
+            )
             for a in self.attempts
         )
         yield Table(tried, rows)
@@ -227,10 +291,32 @@ def named_or_nothing(sites: Sequence[str]) -> str:
     return ", ".join(sites) or "nothing"
 
 
+def named_choices(assigned: Iterable[tuple[str, str]]) -> str:
+    """Return how many sites have which choice."""
+    counts = Counter(choice for _, choice in assigned)
+    return "; ".join(f"{choice}: {count}" for choice, count in counts.items()) or AS_IT_IS
+
+
 def _cells(site: Excluded) -> tuple[object, ...]:
-    where = f"{site.name} ({site.operator}{f' in {site.module}' if site.module else ''})"
     others = ", ".join(site.others)
-    return (where, "; ".join(site.selectors), site.macs, f"{site.cost:.3g}", others)
+    return (_where(site), "; ".join(site.selectors), site.macs, f"{site.cost:.3g}", others)
+
+
+def _cells_of_choice(site: Assigned) -> tuple[object, ...]:
+    return (_where(site), site.choice, site.bytes, f"{site.cost:.3g}", site.macs)
+
+
+def _where(site: Excluded | Assigned) -> str:
+    return f"{site.name} ({site.operator}{f' in {site.module}' if site.module else ''})"
+
+
+def _once(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """Return settings without those that are there already; their configurations may not be hashable."""
+    found: list[Setting] = []
+    for setting in settings:
+        if setting not in found:
+            found.append(setting)
+    return tuple(found)
 
 
 def origin(operator: Operator) -> str:
@@ -256,11 +342,14 @@ class Picker:
         self._program, self._by_call = Program(exported), by_call
         self._claimed = {origin(o) for o in plan.operators if o.claim is not None}
 
-    def setting(self, name: str, wanted: Collection[str]) -> Setting | None:
+    def setting(
+        self, name: str, wanted: Collection[str], config: QuantizationConfig | None = None
+    ) -> Setting | None:
         """Return the setting for an operator; None where the program has none of that name.
 
         Args:
-            wanted: all operators that are to stay in float: a module that holds no others is named.
+            wanted: all operators that it is for: a module that holds no others is named.
+            config: what it gives them; None leaves them in float.
         """
         node = self._program.by_name.get(name)
         if node is None or not isinstance(node.target, torch._ops.OpOverload):
@@ -269,10 +358,10 @@ class Picker:
         inside = self._program.inside.get(path, [])
         others = {n.name for n in inside if n.name in self._claimed}.difference(wanted)
         if path and not others and not self._by_call:
-            return for_name(path, None)
+            return for_name(path, config)
         kind = kind_of(node.target)
         calls = calls_of(Call(path, kind, 0), inside)
-        return for_call(path, kind, calls.index([node]), None)
+        return for_call(path, kind, calls.index([node]), config)
 
 
 def names_single_calls(quantizer: Quantizer) -> bool:
@@ -286,16 +375,35 @@ def names_single_calls(quantizer: Quantizer) -> bool:
 
 
 def excluding(quantizer: Quantizer, settings: Iterable[Setting]) -> Quantizer:
-    """Return a quantizer with more settings, set on every member; the quantizer stays as it is.
+    """Return a quantizer with settings that say float, set on every member; the quantizer stays as it is.
 
     All members get them: what one leaves in float, the next would take. One that has no selectors, because
     it is code or of another engine, is not heard there (`qompose.quantizer.composition`).
     """
     listed = list(settings)
+    return with_settings(quantizer, {label: listed for label, _ in quantizer.labelled_members})
+
+
+def with_settings(quantizer: Quantizer, by_member: Mapping[str, Sequence[Setting]]) -> Quantizer:
+    """Return a quantizer with more settings, by the labels of the members; it stays as it is.
+
+    Those for a member without selectors have to say float.
+
+    Raises:
+        ConfigError: a member's backend cannot follow the configuration of one of them.
+    """
+    labels = iter([label for label, _ in quantizer.labelled_members])
+    return _with_settings(quantizer, labels, by_member)
+
+
+def _with_settings(
+    quantizer: Quantizer, labels: Iterator[str], by_member: Mapping[str, Sequence[Setting]]
+) -> Quantizer:
     if isinstance(quantizer, ComposableQuantizer):
-        composed = copy.copy(quantizer)
-        composed.quantizers = tuple(excluding(member, listed) for member in quantizer.quantizers)
+        composed, parts = copy.copy(quantizer), quantizer.quantizers
+        composed.quantizers = tuple(_with_settings(part, labels, by_member) for part in parts)
         return composed
+    listed = by_member.get(next(labels), ())
     if not listed:
         return quantizer
     if isinstance(quantizer, Restrained):
@@ -306,6 +414,34 @@ def excluding(quantizer: Quantizer, settings: Iterable[Setting]) -> Quantizer:
     for setting in listed:
         selectors.set(setting)
     return quantizer.with_selectors(selectors)
+
+
+def settings_by_member(
+    quantizer: Quantizer, assigned: Iterable[Assigned], excluded: Iterable[Excluded] = ()
+) -> dict[str, list[Setting]]:
+    """Return the settings of sites by the labels of the members that get them: those that say float, all.
+
+    Raises:
+        UserError: the member that quantizes a site is not one of a quantizer's, or has no selectors.
+    """
+    members = dict(quantizer.labelled_members)
+    found: dict[str, list[Setting]] = {label: [] for label in members}
+    for setting in (s for site in excluded for s in site.settings):
+        for listed in found.values():
+            listed.append(setting)
+    for site in assigned:
+        for setting in site.settings:
+            if setting.config is None:
+                for listed in found.values():
+                    listed.append(setting)
+            elif isinstance(members.get(site.owner), RuleQuantizer):
+                found[site.owner].append(setting)
+            else:
+                raise UserError(
+                    f"{site.name} is given {site.choice!r} by a selector of {site.owner}, which is not a "
+                    f"member with selectors here; members: {', '.join(members)}"
+                )
+    return {label: [*_once(listed)] for label, listed in found.items()}
 
 
 @dataclass(frozen=True)
@@ -479,7 +615,14 @@ class Evaluator:
         anchors = {plan.claims[left[operator] or 0].anchor for operator in new}
         asked.append(next((operator for operator in new if operator in anchors), new[0]))
 
-    def model(self, names: Collection[str]) -> tuple[Any, dict[str, int]]:
+    def settings(self, name: str, config: QuantizationConfig) -> tuple[Setting, ...]:
+        """Return the settings that give all operators of a site a configuration."""
+        land = territory(self.plan, {self.sites[name].claim})
+        # A rule takes several operators only where all have one configuration.
+        found = (self._picker.setting(operator, land, config) for operator in sorted(land))
+        return _once(setting for setting in found if setting is not None)
+
+    def model(self, names: Collection[str]) -> tuple[Any, tuple[int, int]]:
         """Return the model with some sites in float, and the sizes that `Attempt` has of it.
 
         Raises:
@@ -487,19 +630,34 @@ class Evaluator:
         """
         with _quiet():
             chosen = self.chosen(names) if names else Chosen(self.base, {})
-            prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated
-            converted = convert_pt2e(prepared)
-            facts = _sizes(converted.meta[META_KEY])
-            if self.task.target is None:
-                return converted, facts
-            return lower(converted, target=self.task.target), facts
+        converted = self.converted(chosen.prepared)
+        return self.lowered(converted), sizes_of(converted)
+
+    def converted(self, prepared: GraphModule) -> GraphModule:
+        """Return a prepared model calibrated and converted."""
+        with _quiet():
+            return convert_pt2e(
+                self.base_calibrated if prepared is self.base else self.calibrated(prepared)
+            )
+
+    def lowered(self, converted: GraphModule) -> Any:
+        """Return what is measured of a converted model: itself, or what it is lowered to."""
+        with _quiet():
+            target = self.task.target
+            return converted if target is None else lower(converted, target=target)
+
+    def prepared(self, quantizer: Quantizer) -> GraphModule:
+        """Return the program prepared by another quantizer than that of the task."""
+        with _quiet():
+            return prepare_pt2e(self.task.model, quantizer)
 
 
-def _sizes(record: Record) -> dict[str, int]:
+def sizes_of(converted: GraphModule) -> tuple[int, int]:
     """Return the multiply-accumulates that no claim covers, or a dropped one, and how many claims stand."""
+    record: Record = converted.meta[META_KEY]
     plan, dropped = record.plan, record.dropped
     in_float = [o.macs for o in plan.operators if o.claim is None or o.claim in dropped]
-    return {"float_macs": sum(in_float), "quantized": len(plan.claims) - len(dropped)}
+    return sum(in_float), len(plan.claims) - len(dropped)
 
 
 def _taken(seen: Statistics, prepared: GraphModule) -> bool:

@@ -356,6 +356,17 @@ def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, T
     return found, stored
 
 
+def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes that tensors take in a file; what several names share counts once.
+
+    Raises:
+        NotStorable: a tensor that is not plain memory.
+    """
+    _, blocks = pack(tensors)
+    _, stored = pack_bits(blocks)
+    return sum(block.numel() * block.element_size() for block in stored.values())
+
+
 def _packed(block: Tensor, low: int, bits: int) -> Tensor:
     fields = (block.reshape(-1) - low).to(torch.uint8)
     each = 8 // bits

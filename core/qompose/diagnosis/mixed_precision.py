@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: the configuration of each site, of several, for few bytes or little loss.
+
+Each choice is given to all sites at once, and what it costs at each of them alone is measured
+(`qompose.sensitivity`), with the integers and scales that its algorithms make. Costs and bytes fill a
+knapsack (`qompose.diagnosis.knapsack`), and what comes out is prepared, calibrated, converted and measured as
+a whole, since costs do not quite add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NoReturn
+
+from rich.progress import Progress
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.calibration.statistics_data import prepared_record
+from qompose.diagnosis.knapsack import Option, frontier, within
+from qompose.diagnosis.operator_sensitivity import SiteCost, measured
+from qompose.diagnosis.tuning_trials import (
+    AS_IT_IS,
+    Assigned,
+    Attempt,
+    CannotExclude,
+    Evaluator,
+    Tuning,
+    named_choices,
+    origin,
+    settings_by_member,
+    sizes_of,
+    with_settings,
+)
+from qompose.errors import ConfigError, TuningError, UserError
+from qompose.plan.plan import Plan, Record
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of
+from qompose.program.meta import META_KEY
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.rule_quantizer import RuleQuantizer
+from qompose.spec.quantization_spec import QuantizationConfig
+from qompose.spec.selectors import Setting
+from qompose.storage.artifact_file import stored_bytes
+
+FLOAT = "float"
+RANKING_BATCHES = 4
+"""How many batches costs are measured on: they guide the search, which asks the metric about every step."""
+Choices = Mapping[str, QuantizationConfig | None]
+
+
+def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
+    """Return choices by their names.
+
+    Raises:
+        UserError: there are none, two have one name, or one is no configuration.
+    """
+    if isinstance(choices, Mapping):
+        pairs = [*choices.items()]
+    elif isinstance(choices, Iterable) and not isinstance(choices, (str, bytes)):
+        pairs = [(FLOAT if config is None else str(config), config) for config in choices]
+    else:
+        raise UserError(
+            f"choices must be configurations, or a mapping of names to them, got {choices!r}"
+        )
+    for name, config in pairs:
+        if config is not None and not isinstance(config, QuantizationConfig):
+            raise UserError(f"choices must be QuantizationConfig or None for float, got {config!r}")
+        if not isinstance(name, str) or not name or name == AS_IT_IS:
+            raise UserError(
+                f"the name of a choice must be a text other than {AS_IT_IS!r}, got {name!r}"
+            )
+    again = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if again:
+        raise UserError(f"two choices are called {again[0]!r}: pass a mapping with a name for each")
+    if not pairs:
+        raise UserError(
+            "choices is empty: give at least one configuration beside the quantizer's own"
+        )
+    return dict(pairs)
+
+
+@dataclass
+class MixedSearch:
+    """Looks for the choice of each site.
+
+    Attributes:
+        max_drop, max_bytes: the target; one of them is None.
+        sites: those that have parameters, and a member with selectors that quantizes them.
+        options: by site, what is known of each choice that it can have.
+        settings: by site and choice, the selectors.
+        attempts: what was tried, by the choices of all sites, in order.
+    """
+
+    evaluator: Evaluator
+    choices: Choices
+    max_drop: float | None
+    max_bytes: int | None
+    bar: Progress
+    sites: dict[str, SiteCost] = field(default_factory=dict)
+    options: dict[str, dict[str, Option]] = field(default_factory=dict)
+    settings: dict[tuple[str, str], tuple[Setting, ...]] = field(default_factory=dict)
+    attempts: dict[tuple[tuple[str, str], ...], Attempt] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._task = self.bar.add_task("settings", total=None)
+        self.float_score = self.evaluator.float_score()
+        if not math.isfinite(self.float_score):
+            raise UserError(
+                f"metric returned {self.float_score} for the float model, which cannot be compared"
+            )
+        self.sites = dict(self._adjustable())
+        if not self.sites:
+            raise UserError(
+                "there is nothing to choose for: no operator with parameters is quantized by a member "
+                "that has selectors"
+            )
+
+    def _adjustable(self) -> Iterator[tuple[str, SiteCost]]:
+        """Yield the sites with parameters whose member takes configurations; name the others."""
+        members = dict(self.evaluator.task.quantizer.labelled_members)
+        parts = _Parameters(self.evaluator.base)
+        for name, site in self.evaluator.sites.items():
+            if not parts.of(self._nodes(self.evaluator.plan, site.claim)):
+                continue
+            if isinstance(members.get(site.owner), RuleQuantizer):
+                yield name, site
+            else:
+                self.notes.append(f"{site.label} stays as it is: {site.owner} has no selectors")
+
+    @staticmethod
+    def _nodes(plan: Plan, claim: int) -> Sequence[str]:
+        return plan.claims[claim].nodes
+
+    def run(self) -> Tuning:
+        """Measure the choices, fill the knapsack, and try what comes out.
+
+        Raises:
+            ConfigError: no member's backend can follow one of the choices.
+            TuningError: no assignment meets the target.
+        """
+        as_it_is = self._measure(AS_IT_IS, self.evaluator.base, dict.fromkeys(self.sites, ()))
+        self._tried({}, as_it_is)
+        for choice, config in self.choices.items():
+            if config is None:
+                self._measure_float(choice)
+            else:
+                self._measure_choice(choice, config)
+        while not self._searched():
+            pass
+        return self._result()
+
+    def _searched(self) -> bool:
+        """Search with the options that there are; tell whether all of those that were tried hold."""
+        options = {site: [*known.values()] for site, known in self.options.items() if known}
+        if self.max_bytes is None:
+            self._fewest_bytes([*frontier(options)])
+        else:
+            self._within_bytes(options, self.max_bytes)
+        return all(len(self.options[site]) == len(known) for site, known in options.items())
+
+    def _measure_choice(self, choice: str, config: QuantizationConfig) -> None:
+        """Give a choice to all sites whose member can follow it, and measure what it costs each of them."""
+        given, refused = dict[str, tuple[Setting, ...]](), list[ConfigError]()
+        for owner in dict.fromkeys(site.owner for site in self.sites.values()):
+            settings = dict(self._settings(owner, config))
+            listed = {owner: [s for some in settings.values() for s in some]}
+            try:
+                with_settings(self.evaluator.task.quantizer, listed)
+            except ConfigError as error:
+                refused.append(error)
+            else:
+                given |= settings
+        if not given:
+            raise refused[0]
+        self.settings |= {(name, choice): settings for name, settings in given.items()}
+        prepared = self.evaluator.prepared(self._quantizer(dict.fromkeys(given, choice)))
+        plan, taken = prepared_record(prepared, "tune").plan, dict[str, tuple[int, ...]]()
+        for name in given:
+            claims = _claims_of(plan, self.sites[name], str(config))
+            if claims:
+                taken[name] = claims
+            else:
+                self.notes.append(
+                    f"{self.sites[name].label} cannot be {choice!r}: {_why(plan, name)}"
+                )
+        converted = self._measure(choice, prepared, taken)
+        if len(taken) == len(given):
+            self._tried(dict.fromkeys(taken, choice), converted)
+
+    def _settings(
+        self, owner: str, config: QuantizationConfig
+    ) -> Iterator[tuple[str, tuple[Setting, ...]]]:
+        for name, site in self.sites.items():
+            settings = self.evaluator.settings(name, config) if site.owner == owner else ()
+            if settings:
+                yield name, settings
+
+    def _measure(
+        self, choice: str, prepared: GraphModule, taken: Mapping[str, tuple[int, ...]]
+    ) -> GraphModule:
+        """Measure what a choice costs at sites, and the bytes it takes; return the converted program.
+
+        Args:
+            taken: sites, each with its claims in this program; none are its own.
+        """
+        evaluator, task = self.evaluator, self.evaluator.task
+        calibrated = (
+            evaluator.base_calibrated
+            if prepared is evaluator.base
+            else evaluator.calibrated(prepared)
+        )
+        count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
+        ranking = measured(
+            calibrated, islice(task.batches, count), self.bar, transform=task.transform
+        )
+        costs = {row.claim: row.cost for row in ranking}
+        plan = prepared_record(prepared, "tune").plan
+        converted = evaluator.converted(prepared)
+        parameters = _Parameters(converted)
+        for name in taken:
+            claims = taken[name] or (self.sites[name].claim,)
+            cost = sum(costs.get(claim, 0.0) for claim in claims)
+            if not math.isfinite(cost):
+                self.notes.append(
+                    f"{self.sites[name].label} as {choice!r} costs {cost}, and is not chosen"
+                )
+                continue
+            nodes = [node for claim in claims for node in self._nodes(plan, claim)]
+            size = stored_bytes(parameters.of(nodes))
+            self.options.setdefault(name, {})[choice] = Option(choice, size, cost)
+        return converted
+
+    def _measure_float(self, choice: str) -> None:
+        """Learn how each site is left in float, and what its parameters take then."""
+        parameters = _Parameters(self.evaluator.base)
+        for name, site in self.sites.items():
+            try:
+                self.settings[name, choice] = self.evaluator.chosen([name]).settings[name]
+            except CannotExclude as error:
+                self.notes.append(f"{site.label} cannot be left in float: {error.why}")
+                continue
+            size = stored_bytes(parameters.of(self._nodes(self.evaluator.plan, site.claim)))
+            self.options.setdefault(name, {})[choice] = Option(choice, size, 0.0)
+
+    def _quantizer(self, assigned: Mapping[str, str]) -> Quantizer:
+        quantizer = self.evaluator.task.quantizer
+        rows = [self._row(name, choice) for name, choice in assigned.items()]
+        return with_settings(quantizer, settings_by_member(quantizer, rows))
+
+    def _row(self, name: str, choice: str) -> Assigned:
+        site, option = self.sites[name], self.options.get(name, {}).get(choice)
+        return Assigned(
+            name=name,
+            operator=site.operator,
+            module=site.module,
+            macs=site.macs,
+            owner=site.owner,
+            choice=choice,
+            bytes=0 if option is None else option.bytes,
+            cost=0.0 if option is None else option.cost,
+            settings=self.settings.get((name, choice), ()),
+        )
+
+    def attempt(self, assigned: Mapping[str, str]) -> Attempt:
+        """Try an assignment, unless it is known."""
+        given = {name: choice for name, choice in assigned.items() if choice != AS_IT_IS}
+        key = tuple(sorted(given.items()))
+        if key not in self.attempts:
+            prepared = self.evaluator.prepared(self._quantizer(given))
+            self._tried(given, self.evaluator.converted(prepared))
+        return self.attempts[key]
+
+    def _tried(self, given: Mapping[str, str], converted: GraphModule) -> None:
+        """Ask the metric about an assignment. One that does not hold beside the others is not met."""
+        key = tuple(sorted(given.items()))
+        everything = tuple((name, given.get(name, AS_IT_IS)) for name in sorted(self.sites))
+        what = named_choices(everything)
+        score = self.evaluator.task.score(self.evaluator.lowered(converted), what)
+        drop, size = self.float_score - score, stored_bytes(_state(converted))
+        held = {name: self._holds(name, choice, converted) for name, choice in key}
+        met = all(held.values()) and (self.max_drop is None or drop <= self.max_drop)
+        met = met and (self.max_bytes is None or size <= self.max_bytes)
+        excluded = tuple(name for name, choice in key if self.choices[choice] is None)
+        self.attempts[key] = Attempt(
+            excluded, score, drop, *sizes_of(converted), met, everything, size
+        )
+        self.bar.advance(self._task)
+
+    def _holds(self, name: str, choice: str, converted: GraphModule) -> bool:
+        """Tell whether a site has its choice in a program; else it is none of its options any more."""
+        config, site = self.choices[choice], self.sites[name]
+        record: Record = converted.meta[META_KEY]
+        if config is None:
+            holds = not _claims_of(record.plan, site)
+        else:
+            claims = _claims_of(record.plan, site, str(config))
+            holds = bool(claims) and record.dropped.keys().isdisjoint(claims)
+        if not holds:
+            self.notes.append(f"{site.label} cannot be {choice!r} beside other choices")
+            self.options[name].pop(choice, None)
+        return holds
+
+    def _fewest_bytes(self, assignments: list[dict[str, Option]]) -> None:
+        """Halve between the cheapest assignment and the smallest, where the target begins not to be met."""
+        fails, meets = len(assignments), -1
+        while fails - meets > 1:
+            middle = (fails + meets) // 2
+            met = self.attempt(_names(assignments[middle])).met
+            fails, meets = (fails, middle) if met else (middle, meets)
+
+    def _within_bytes(self, options: Mapping[str, Sequence[Option]], most: int) -> None:
+        """Try the cheapest assignment that fits; the next smaller ones where it is larger than its parts."""
+        own = sum(known[AS_IT_IS].bytes for known in self.options.values() if AS_IT_IS in known)
+        room = most - (self.attempts[()].bytes - own)
+        while (found := within(options, room)) is not None:
+            attempt = self.attempt(_names(found))
+            if (
+                attempt.met or attempt.bytes <= most
+            ):  # or it does not hold, and others have to be looked for
+                return
+            room = sum(option.bytes for option in found.values()) - max(1, attempt.bytes - most)
+
+    def _result(self) -> Tuning:
+        met = [attempt for attempt in self.attempts.values() if attempt.met]
+        if not met:
+            self._fail()
+        if self.max_bytes is None:
+            return self._tuning(min(met, key=lambda a: (a.bytes, a.drop)))
+        return self._tuning(min(met, key=lambda a: (a.drop, a.bytes)))
+
+    def _fail(self) -> NoReturn:
+        tried = self.attempts.values()
+        if self.max_bytes is None:
+            best = min(tried, key=lambda a: a.drop)
+            what = f"within {self.max_drop:g} of the float score {self.float_score:.6g}"
+            which = f"the best that was tried has {best.score:.6g}, with {best.bytes:,} bytes"
+        else:
+            best = min(tried, key=lambda a: a.bytes)
+            what = f"of at most {self.max_bytes:,} bytes"
+            which = f"the smallest that was tried has {best.bytes:,}"
+        raise TuningError(
+            f"no assignment of the choices is {what}: {which} ({named_choices(best.assigned)})"
+            + "".join(f"\n  - {note}" for note in dict.fromkeys(self.notes)),
+            self._tuning(best),
+        )
+
+    def _tuning(self, attempt: Attempt) -> Tuning:
+        given, evaluator = dict(attempt.assigned), self.evaluator
+        rows = [self._row(name, choice) for name, choice in given.items()]
+        quantizer, written = self._quantizer(given), None
+        notes = [*dict.fromkeys(self.notes)]
+        try:
+            written = quantizer.to_dict()
+        except ConfigError as error:
+            notes.append(f"the quantizer is not in the file that save writes: {error}")
+        return Tuning(
+            excluded=(),
+            score=attempt.score,
+            float_score=self.float_score,
+            quantized_score=self.attempts[()].score,
+            max_drop=self.max_drop,
+            float_macs=attempt.float_macs,
+            macs=sum(operator.macs for operator in evaluator.plan.operators),
+            attempts=tuple(self.attempts.values()),
+            notes=tuple(notes),
+            written=written,
+            assigned=tuple(sorted(rows, key=lambda row: (-row.bytes, row.name))),
+            bytes=attempt.bytes,
+            max_bytes=self.max_bytes,
+            _quantizer=quantizer,
+        )
+
+
+def _names(assigned: Mapping[str, Option]) -> dict[str, str]:
+    return {site: option.name for site, option in assigned.items()}
+
+
+def _claims_of(plan: Plan, site: SiteCost, config: str | None = None) -> tuple[int, ...]:
+    """Return the claims that hold a site, all of its owner and a configuration if that is given.
+
+    None where the operator that it is named after is in none of them.
+    """
+    wanted = {name.partition("/")[0] for name in (site.name, *site.operators)}
+    found = dict[int, set[str]]()
+    for operator in plan.operators:
+        if operator.claim is not None and origin(operator) in wanted:
+            found.setdefault(operator.claim, set()).add(origin(operator))
+    if config is not None:
+        fits = (site.owner, config)
+        kept = (n for n in found if (plan.claims[n].owner, plan.claims[n].config) == fits)
+        found = {number: found[number] for number in kept}
+    named = any(site.name.partition("/")[0] in names for names in found.values())
+    return tuple(sorted(found)) if named else ()
+
+
+def _why(plan: Plan, name: str) -> str:
+    """Return why an operator is not quantized as it was to be."""
+    found = next((o for o in plan.operators if origin(o) == name.partition("/")[0]), None)
+    if found is None or found.claim is not None:
+        return "another rule takes it"
+    return found.reason
+
+
+def _state(module: GraphModule) -> dict[str, Tensor]:
+    state = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return dict(state)
+
+
+class _Parameters:
+    """The parameters and buffers that operators of a program read, also through what is computed of them."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self._nodes = {node.name: node for node in nodes_in(program)}
+        self._constant: set[Node] = set()
+        for node in self._nodes.values():
+            read = node.all_input_nodes
+            computed = (
+                node.op in ("call_function", "call_module")
+                and read
+                and self._constant.issuperset(read)
+            )
+            if node.op == "get_attr" or computed:
+                self._constant.add(node)
+
+    def of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return those that some nodes read, by where they stand."""
+        found: dict[str, Tensor] = {}
+        readers = [self._nodes[name] for name in names if name in self._nodes]
+        waiting = [source for reader in readers for source in reader.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in self._constant:
+                value = constant_of(node)
+                if value is not None:
+                    found[str(node.target)] = value
+                waiting += node.all_input_nodes
+        return found
