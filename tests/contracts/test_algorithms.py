@@ -17,6 +17,10 @@ class TestSmoothQuant(AlgorithmContract):
     algorithm = "smooth_quant"
 
 
+class TestAWQ(AlgorithmContract):
+    algorithm = "awq"
+
+
 class TestScaleSearch(AlgorithmContract):
     algorithm = "scale_search"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from qompose.algorithms.awq import AWQ
 from qompose.algorithms.bias_correction import BiasCorrection
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_scaling import ChannelScaling
@@ -55,6 +56,7 @@ OWN: tuple[Algorithm, ...] = (
     Equalization(),
     ChannelScaling(),
     Smoothing(),
+    AWQ(),
     ScaleSearch(),
     GPTQ(),
     BiasCorrection(),

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qompose.algorithms.channel_factors import ChannelFactors, Factors, is_per_channel
+from qompose.algorithms.channel_factors import (
+    ChannelFactors,
+    Divided,
+    Factors,
+    is_per_channel,
+)
 from qompose.observers.channel_ranges import OUTPUT, Balance
 from qompose.observers.input_sums import Columns, input_observers
 from qompose.observers.make_observer import eps_of, make_observer
@@ -110,6 +115,16 @@ class Calibrated:
             found.taken_up.setdefault(name, []).append(factor)
         found.factors[number] = factors
         found.weights.update((self.weight_group(name), name) for name in balance.weights)
+
+    def divide(self, source: str, divided: Divided, weights: Sequence[str]) -> None:
+        """Have a float tensor divided by factors, which the weights of those that read it take up."""
+        found = self.factors
+        absorbed = [(name, (divided.values, 1)) for name in weights]
+        absorbed += [(name, (1 / divided.values, 0)) for name in divided.absorbers]
+        for name, factor in absorbed:
+            found.taken_up.setdefault(name, []).append(factor)
+        found.divided[source] = divided
+        found.weights.update((self.weight_group(name), name) for name in weights)
 
     def scheme(self, number: int) -> Scheme:
         """Return how a group of activations is quantized."""

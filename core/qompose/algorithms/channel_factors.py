@@ -40,6 +40,23 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A float tensor that some operators read divided by factors of its channels.
+
+    Attributes:
+        values: the factors, `(C,)`.
+        dim: the dimension of the channels.
+        users: the operators that read it so, by name.
+        absorbers: the parameters that make it so already; without any a product in the graph does.
+    """
+
+    values: Tensor
+    dim: int
+    users: tuple[str, ...]
+    absorbers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ChannelFactors:
     """The factors that were decided on, and the parameters that are going to take them up.
 
@@ -51,6 +68,7 @@ class ChannelFactors:
         factors: by group, what its channels are divided by before they are quantized.
         weights: by group of a weight that takes up factors, its name.
         taken_up: by name of a parameter, vectors and the dimensions along which they multiply it.
+        divided: by name of a float tensor, what its readers divide it by.
     """
 
     plan: Plan
@@ -58,6 +76,7 @@ class ChannelFactors:
     factors: dict[int, Factors] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     taken_up: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
+    divided: dict[str, Divided] = field(default_factory=dict)
 
     def absorbed(self, name: str) -> Absorbed:
         """Return the factors that a parameter is going to take up."""
@@ -76,7 +95,8 @@ class ChannelFactors:
     def beside_weights(self) -> dict[str, Tensor]:
         """Return all other parameters that take up factors, with those: biases, and what makes an input."""
         sides = [group.balance for group in self.plan.groups if group.balance is not None]
-        names = (name for side in sides for name in (*side.biases, *side.absorbers))
+        names = [name for side in sides for name in (*side.biases, *side.absorbers)]
+        names += [name for divided in self.divided.values() for name in divided.absorbers]
         return {name: self.constant(name) for name in names if name in self.taken_up}
 
     def qparams_of_rows(self, number: int) -> tuple[Tensor, Tensor] | None:
@@ -88,7 +108,7 @@ class ChannelFactors:
             return None
         found, group = [], self.plan.groups[number]
         whole: Any = make_observer(group.spec)
-        per_channel = is_per_channel(group)
+        per_channel = is_per_channel(group) or getattr(group.spec, "block_size", None) is not None
         for _, _, rows in in_rows(parameter_of(self.nodes[name]), self.absorbed(name)):
             observer: Any = make_observer(group.spec) if per_channel else whole
             observer(rows)
@@ -108,6 +128,9 @@ def commit_factors(found: ChannelFactors) -> None:
         if balance is not None and (balance.side == OUTPUT or balance.absorbers):
             for name in _given_by(group.points[0].source, found.plan.claims):
                 _tag_factors(found.nodes[name], [(balance.dim, 1 / factors.values)])
+    for name, divided in found.divided.items():
+        if divided.absorbers:
+            _tag_factors(found.nodes[name], [(divided.dim, 1 / divided.values)])
 
 
 def _given_by(source: str, claims: Iterable[Claim]) -> list[str]:

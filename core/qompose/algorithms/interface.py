@@ -102,6 +102,12 @@ class Algorithm:
         Those of earlier groups are decided; no quantization parameters are known yet.
         """
 
+    def scale_inputs(self, found: Calibrated) -> None:
+        """Decide on the factors of float tensors that products read (`Calibrated.divide`).
+
+        Factors of groups are decided; no quantization parameters are known yet.
+        """
+
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
         """Return other quantization parameters for a weight than its observer gives; None leaves it those.
 
@@ -177,6 +183,12 @@ class Algorithms:
             if balance is not None and algorithm.word == balance.algorithm:
                 with blamed:
                     algorithm.choose_factors(found, number, balance)
+
+    def scale_inputs(self, found: Calibrated) -> None:
+        """Let each decide on the factors of float tensors."""
+        for algorithm, blamed in self._each("scale inputs"):
+            with blamed:
+                algorithm.scale_inputs(found)
 
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams:
         """Return the parameters that they leave a group, each with those of the one before."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,6 +192,56 @@ def groups_of(node: Node) -> int:
     return int(arguments_of(node).get("groups", 1))
 
 
+_NORMS = (torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default)
+
+
+def absorbers_of(
+    source: Node,
+    users: Collection[str],
+    dim: int,
+    readers: Mapping[int, int],
+    quantized: Container[Point],
+) -> tuple[str, ...]:
+    """Return the parameters in front of a tensor that may take up the factors of its channels.
+
+    They are those of a normalization, whose scale may be a product of its own. There are none where others
+    read the tensor, or the parameters.
+
+    Args:
+        users: the operators for which the channels are divided.
+        dim: the dimension of the channels.
+        readers: of each parameter, by address (`count_readers`).
+        quantized: points that are quantized: parameters that are integers take up none.
+    """
+    if {user.name for user in source.users if user.op == "call_function"} != set(users):
+        return ()
+    if source.target in _NORMS:
+        given = arguments_of(source)
+        found, shape = [given["weight"], given.get("bias")], given["normalized_shape"]
+        fits = given["weight"] is not None and len(shape) == 1
+    elif source.target is torch.ops.aten.mul.Tensor:
+        found = [
+            n
+            for n in source.args
+            if isinstance(n, Node) and constant_of(behind_modules(n)) is not None
+        ]
+        fits = len(found) == 1
+    else:
+        return ()
+    parameters = [node for node in found if isinstance(node, Node)]
+    if not fits or dim != value_of(source).dim() - 1:
+        return ()
+    private = all(
+        (constant := constant_of(node)) is not None
+        and constant.dim() == 1
+        and constant.shape[0] == value_of(source).shape[-1]
+        and readers.get(address_of(constant), 0) == 1
+        and Point(node.name, source.name) not in quantized
+        for node in parameters
+    )
+    return tuple(node.name for node in parameters) if private else ()
+
+
 def times(value: Tensor, vector: Tensor) -> Tensor:
     """Return a parameter whose first dimension is multiplied by a number for each index, in its type."""
     return (value.detach().double() * along(vector, 0, value.dim())).to(value.dtype)
@@ -358,14 +408,24 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
     """Return what moments are multiplied by because the input is divided by factors of its channels."""
+    values = _factors_read(found, product)
+    if values is None:
+        return 1.0
+    taps = 1 if columns.window is None else math.prod(columns.window.size)
+    inverse = (1 / values.double()).repeat_interleave(taps).view(columns.groups, -1)
+    return inverse[:, :, None] * inverse[:, None, :]
+
+
+def _factors_read(found: Calibrated, product: Operands) -> Tensor | None:
+    """Return what the channels of the input of a product are divided by, None where they are not."""
+    divided = found.factors.divided.get(product.source.name)
+    if divided is not None and product.node.name in divided.users:
+        return divided.values
     number = _group_read(found, product)
     factors = None if number is None else found.factors.factors.get(number)
     balance = None if number is None else found.plan.groups[number].balance
-    if factors is None or balance is None or balance.side != INPUT:
-        return 1.0
-    taps = 1 if columns.window is None else math.prod(columns.window.size)
-    inverse = (1 / factors.values.double()).repeat_interleave(taps).view(columns.groups, -1)
-    return inverse[:, :, None] * inverse[:, None, :]
+    reads = factors is not None and balance is not None and balance.side == INPUT
+    return factors.values if factors is not None and reads else None
 
 
 def _noise(found: Calibrated, product: Operands) -> float:

@@ -23,12 +23,12 @@ from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors
 from qompose.algorithms.factor_search import input_factors
 from qompose.algorithms.interface import Algorithm, Watched
-from qompose.algorithms.products import product_node
+from qompose.algorithms.products import absorbers_of, product_node
 from qompose.observers.channel_ranges import INPUT, Balance, PerChannelRangeObserver
 from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
-from qompose.program.graph import address_of, arguments_of, constant_of, describe, value_of
+from qompose.program.graph import address_of, constant_of, describe, value_of
 from qompose.spec.algorithm_choice import SMOOTH_QUANT, AlgorithmChoice, word_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of
@@ -171,13 +171,15 @@ class _Placing:
             raise _NotSmoothed("its readers have their channels in different dimensions")
         weights, biases = (tuple(getattr(p, name) for p in products) for name in ("weight", "bias"))
         source = self.nodes[group.points[0].source]
-        absorbers = self._absorbers(source, group, dims)
+        users = [point.user for point in group.points if point.user]
+        (dim,) = dims
+        absorbers = absorbers_of(source, users, dim, self.readers, self.group_of)
         strengths = {_asked(claim) for claim in claims}
         if len(strengths) > 1:
             listed = " and ".join(sorted(map(str, strengths)))
             raise _NotSmoothed(f"its readers ask for different strengths, {listed}")
         alpha = getattr(strengths.pop(), "alpha", None)
-        return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers, alpha)
+        return Balance(INPUT, dim, weights, biases, SMOOTH_QUANT, absorbers, alpha)
 
     def unasked(self, groups: Sequence[Group]) -> dict[int, Balance]:
         """Return what costs no time, for groups whose configurations leave it to the engine."""
@@ -241,20 +243,6 @@ class _Placing:
             raise _NotSmoothed(
                 f"{weight.target} has scales along another dimension than its outputs"
             )
-
-    def _absorbers(self, source: Node, group: Group, dims: set[int]) -> tuple[str, ...]:
-        """Return the parameters of the layer norm that makes the input, if they may take up the division."""
-        if source.target is not aten.layer_norm.default:
-            return ()
-        given, last = arguments_of(source), value_of(source).dim() - 1
-        parameters = [node for node in (given["weight"], given["bias"]) if isinstance(node, Node)]
-        if {point.user for point in group.points} != {user.name for user in source.users}:
-            return ()
-        if given["weight"] is None or len(given["normalized_shape"]) != 1 or dims != {last}:
-            return ()
-        values = [constant_of(node) for node in parameters]
-        private = all(v is not None and self.readers.get(address_of(v), 0) == 1 for v in values)
-        return tuple(node.name for node in parameters) if private else ()
 
 
 def _asked(claim: Claim) -> AlgorithmChoice | None:

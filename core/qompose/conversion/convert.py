@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,6 +194,7 @@ def insert_qdq(
     for node, _, _ in input_observers(model):
         node.graph.erase_node(node)
     inserter.replace_observers()
+    inserter.divide_inputs()
     inserter.round_biases()
     copies = float_copies(model, inserter.quantized) if fold_quantize else []
     return Inserted((*inserter.delegated, *copies), tuple(inserter.alternatives))
@@ -260,6 +261,16 @@ class _QDQInserter:
             self._release(value)
         for graph, names in kinds.items():
             check_graph(graph, names)
+
+    def divide_inputs(self) -> None:
+        """Divide float tensors for the operators that read them with factors."""
+        nodes = {node.name: node for node in nodes_in(self.model)}
+        for divided in self.solution.factors.divided.values():
+            readers = [nodes[name] for name in divided.users if not divided.absorbers]
+            for read, users in _by_input(readers).items():
+                scaled = self._scaled(read, 1 / divided.values, divided.dim, before=users[0])
+                for user in users:
+                    user.replace_input_with(read, scaled)
 
     def round_biases(self) -> None:
         """Give every operator whose kernel adds an integer bias the values that those integers stand for."""
@@ -491,6 +502,16 @@ class _QDQInserter:
             if value.op == "get_attr":  # the only trace of its floats
                 hand_over(value, read)
             user.replace_input_with(node, read)
+
+
+def _by_input(readers: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return products by the node that gives them their input, in the order of the program."""
+    found: dict[Node, list[Node]] = defaultdict(list)
+    for reader in sorted(readers):
+        source = reader.args[0]
+        assert isinstance(source, Node)
+        found[source].append(reader)
+    return found
 
 
 def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any) -> Node:

@@ -159,6 +159,7 @@ class QParamsSolver:
         self._found = found = self._undecided()
         for number in filter(self.alive, range(len(self.plan.groups))):
             self._algorithms.choose_factors(found, number)
+        self._algorithms.scale_inputs(found)
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):

@@ -12,8 +12,8 @@ from qompose.entry_points import ALGORITHM_GROUP, entry_points
 from qompose.errors import ConfigError, near_names
 
 EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
-SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "scale_search", "gptq", "bias_correction"
-ALGORITHM_WORDS = (EQUALIZATION, SMOOTH_QUANT, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
+AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "awq", "scale_search", "gptq", "bias_correction"
+ALGORITHM_WORDS = (EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ def word_of(choice: Any) -> Any:
 
 _MODES: Mapping[str, Mapping[str, str]] = {
     SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
+    AWQ: dict.fromkeys(
+        ("static", "dynamic"), "smooth_quant divides inputs that are quantized themselves"
+    ),
     BIAS_CORRECTION: dict.fromkeys(
         ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
     ),

@@ -382,8 +382,8 @@ class QuantizationConfig:
     `balance` lets channels of very different size get factors of their own at the border to float
     operators (`algorithms.channel_scaling`).
 
-    `algorithms` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "scale_search",
-    "gptq", "bias_correction", words that installed packages offer, and objects of
+    `algorithms` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "awq",
+    "scale_search", "gptq", "bias_correction", words that installed packages offer, and objects of
     `qompose.algorithms.Algorithm`. `()` makes none. If it is None, static configurations make those that cost
     nothing at run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on
     calibration data held back, and bias correction of products that have a bias; and weights below eight bits

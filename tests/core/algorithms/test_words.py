@@ -34,10 +34,14 @@ def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, n
         replace(config, algorithms=algorithms)
 
 
+OF_STATIC = tuple(word for word in ALGORITHM_WORDS if word != "awq")
+"""Those that a static configuration can have together."""
+
+
 def test_order_and_repetition_do_not_matter() -> None:
-    one = replace(STATIC, algorithms=[*reversed(ALGORITHM_WORDS), ALGORITHM_WORDS[0]])
-    assert one.algorithms == ALGORITHM_WORDS
-    assert one == replace(STATIC, algorithms=ALGORITHM_WORDS)
+    one = replace(STATIC, algorithms=[*reversed(OF_STATIC), OF_STATIC[0]])
+    assert one.algorithms == OF_STATIC
+    assert one == replace(STATIC, algorithms=OF_STATIC)
     assert one != STATIC
 
 
@@ -45,7 +49,7 @@ OWN = SmoothQuant(alpha=0.5)
 
 
 @pytest.mark.parametrize(
-    "algorithms", [(), ALGORITHM_WORDS[:1], ALGORITHM_WORDS, (OWN, "bias_correction")], ids=str
+    "algorithms", [(), OF_STATIC[:1], OF_STATIC, (OWN, "bias_correction")], ids=str
 )
 def test_written_and_read(algorithms: tuple[Any, ...]) -> None:
     config = replace(STATIC, algorithms=algorithms[::-1])

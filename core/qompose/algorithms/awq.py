@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ: weights of few bits, scaled so that the channels that carry the most have the finest steps.
+
+Where weights alone are quantized, their columns are multiplied by factors and the channels of their input
+divided by them: `W x = (W diag(d)) (x / d)`. A channel whose inputs are large gets a factor above 1: its
+column is rounded in finer steps, and the quiet ones that share a scale with it in coarser ones (Lin et al.,
+"AWQ: Activation-aware Weight Quantization", 2023).
+
+The size of a channel is the root mean square of its inputs, and its factor a power of that size. Several
+powers are tried, each by the squared error of the product on second moments of the half of the examples
+that the sizes are not of. All products that read a tensor get the same factors. The parameters of a
+normalization in front divide where nothing else reads it, else a product in the graph, in float.
+
+Inputs that are quantized too have SmoothQuant, which weighs both errors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.channel_factors import Divided
+from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.products import (
+    NOTHING,
+    InputMoments,
+    NotChanged,
+    Operands,
+    absorbers_of,
+    channel_dim,
+    columns_of,
+    groups_of,
+    moments_read,
+    product_node,
+)
+from qompose.observers.make_observer import make_observer
+from qompose.program.batch_norm_folding import TRANSPOSED
+from qompose.program.control_flow import count_readers
+from qompose.program.graph import address_of, constant_of, describe
+from qompose.spec.algorithm_choice import AWQ as WORD
+from qompose.spec.claim import Claim, Point
+from qompose.spec.qdq import QParams, axis_of, integers_of, values_of_integers
+from qompose.spec.qparams import along, quantized_range
+from qompose.spec.quantization_spec import QuantizationSpec
+
+_POWERS = tuple(n / 10 for n in range(1, 11))
+_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
+"""How many times smaller an error has to become: where parameters do all of it, and where not."""
+_STEPS_PER_OCTAVE = 4
+_SMALLEST, _LARGEST = 2.0**-8, 2.0**8
+_JUDGED = 256
+"""How many outputs of each product, at least, the error is measured on; they are spread over all."""
+
+
+class AWQ(Algorithm):
+    """Scales the channels of weights whose claims ask for it."""
+
+    word = WORD
+
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Any, int]]:
+        for claim in filter(self.is_asked, claims):
+            node = product_node(claim, nodes)
+            product = None if node is None else Operands.of(node)
+            if product is not None and constant_of(product.weight) is not None:
+                yield product.source, *columns_of(product)
+
+    def scale_inputs(self, found: Calibrated) -> None:
+        readers = count_readers(found.model)
+        for source, products in self._products(found, readers).items():
+            try:
+                divided, effect = _divided(found, source, products, readers)
+            except NotChanged as reason:
+                for product in products:
+                    self._refuse(found, product.node, str(reason))
+            else:
+                found.divide(source.name, divided, [product.weight.name for product in products])
+                found.made.append(f"{self.word} of {_where(source, products)}: {effect}")
+
+    def _products(
+        self, found: Calibrated, readers: Mapping[int, int]
+    ) -> dict[Node, list[Operands]]:
+        """Return the products to change by what they read; say of others why they are not."""
+        together: dict[Node, list[Operands]] = defaultdict(list)
+        for number, claim in enumerate(found.plan.claims):
+            if not self.is_asked(claim):
+                continue
+            node = product_node(claim, found.nodes)
+            try:
+                if node is None:
+                    raise NotChanged("it is neither a linear nor a convolution")
+                if number in found.dropped:
+                    raise NotChanged(f"it stays in float, since {found.dropped[number]}")
+                product = Operands.of(node)
+                _check(found, product, readers)
+            except NotChanged as reason:
+                self._refuse(
+                    found, found.nodes[claim.anchor] if node is None else node, str(reason)
+                )
+            else:
+                together[product.source].append(product)
+        return together
+
+    def _refuse(self, found: Calibrated, node: Node, reason: str) -> None:
+        found.refused.append(f"{self.word} of {describe(node)} was not made: {reason}")
+
+
+def _check(found: Calibrated, product: Operands, readers: Mapping[int, int]) -> None:
+    """Check that the columns of a product's weight can be scaled.
+
+    Raises:
+        NotChanged: they cannot.
+    """
+    constant, node = constant_of(product.weight), product.node
+    if constant is None:
+        raise NotChanged("its weight is computed")
+    if groups_of(node) != 1 or node.target in TRANSPOSED:
+        raise NotChanged("it is a convolution in groups, or a transposed one")
+    number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
+    points = () if number is None else found.plan.groups[number].points
+    if readers.get(address_of(constant), 0) > 1 or len(points) > 1:
+        raise NotChanged(f"{product.weight.target} is read by other operators too")
+    spec = _spec(found, product)
+    if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+        raise NotChanged(f"{product.weight.target} is not quantized to integers by an observer")
+    block = spec.block_size or ()
+    rows = len(block) < constant.dim() or block[0] == 1
+    if not rows or axis_of(spec) not in (None, 0):
+        raise NotChanged(f"{product.weight.target} has scales that several of its outputs share")
+
+
+def _spec(found: Calibrated, product: Operands) -> Any:
+    number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
+    return None if number is None else found.plan.groups[number].spec
+
+
+def _where(source: Node, products: Sequence[Operands]) -> str:
+    return f"{source.name}, the input of {', '.join(describe(p.node) for p in products)}"
+
+
+def _divided(
+    found: Calibrated, source: Node, products: Sequence[Operands], readers: Mapping[int, int]
+) -> tuple[Divided, str]:
+    """Return the factors of a tensor that products read, and what they gain.
+
+    Raises:
+        NotChanged: none are better than none.
+    """
+    dims = {channel_dim(product.node, product.weight) for product in products}
+    if len(dims) > 1:
+        raise NotChanged(
+            "the products that read its input have its channels in different dimensions"
+        )
+    (dim,) = dims
+    users = tuple(dict.fromkeys(product.node.name for product in products))
+    absorbers = absorbers_of(source, users, dim, readers, found.plan.group_of)
+    trials = [_Trial.of(found, product) for product in products]
+    values, gain = _best(trials)
+    needed = _FOR_NOTHING if absorbers else _FOR_A_PASS
+    if not gain >= needed:  # NaN neither
+        raise NotChanged(
+            f"on calibration data held back the best factors would make the squared error {gain:.2f} times "
+            f"smaller, and {needed} is needed"
+        )
+    how = "by a product in the graph"
+    if absorbers:
+        how = f"by {' and '.join(str(found.nodes[name].target) for name in absorbers)}"
+    effect = (
+        f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared error on "
+        f"calibration data held back {gain:.2f} times smaller"
+    )
+    return Divided(values, dim, users, absorbers), effect
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A product: some rows of its weight, how they are quantized, and moments of both halves of its input."""
+
+    weight: Tensor
+    spec: Any
+    halves: tuple[InputMoments, InputMoments]
+
+    @classmethod
+    def of(cls, found: Calibrated, product: Operands) -> _Trial:
+        inputs = moments_read(found, product)
+        weight = found.factors.constant(product.weight.name).float()
+        spec = _spec(found, product)
+        if axis_of(spec) == 0 or spec.block_size is not None:  # else the range is that of all rows
+            weight = weight[:: max(1, weight.shape[0] // _JUDGED)]
+        first, second = inputs.halves()
+        return cls(weight, spec, (first, second))
+
+    def sizes(self, half: int) -> Tensor:
+        """Return the root mean square of each channel on one half, `(C,)`."""
+        squares = self.halves[half].moments(slice(None)).diagonal(dim1=1, dim2=2)[0]
+        return squares.view(self.weight.shape[1], -1).mean(1).clamp(min=0.0).sqrt()
+
+    def error(self, factors: Tensor, half: int) -> float:
+        """Return the squared error of the product on one half, over the power of its outputs."""
+        vector = along(factors, 1, self.weight.dim())
+        off = _rounded(self.weight * vector, self.spec) / vector - self.weight
+        held = self.halves[half]
+        power = held.error(self.weight.flatten(1)[None])
+        return held.error(off.flatten(1)[None]) / max(power, NOTHING)
+
+
+def _rounded(weight: Tensor, spec: Any) -> Tensor:
+    """Return what a weight is going to be once it is quantized."""
+    observer: Any = make_observer(spec)
+    observer(weight)
+    scale, zero_point = observer.calculate_qparams()
+    axis, blocks = axis_of(spec), spec.block_size is not None
+    if axis is not None:
+        scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+    low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+    q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
+    return values_of_integers(integers_of(weight, q), q)
+
+
+def _best(trials: Sequence[_Trial]) -> tuple[Tensor, float]:
+    """Return the factors of the power that is best on data held back, and how much smaller the error is."""
+    none = torch.ones(trials[0].weight.shape[1])
+    before = sum(trial.error(none, half) for trial in trials for half in (0, 1))
+    sizes = [torch.stack([trial.sizes(half) for trial in trials]).mean(0) for half in (0, 1)]
+
+    def held_back(power: float) -> float:
+        return sum(
+            trial.error(_factors(sizes[1 - half], power), half)
+            for trial in trials
+            for half in (0, 1)
+        )
+
+    errors = {power: held_back(power) for power in _POWERS}
+    power = min(errors, key=lambda p: errors[p])
+    both = (sizes[0].square() + sizes[1].square()).div(2).sqrt()
+    return _factors(both, power), before / max(errors[power], NOTHING)
+
+
+def _factors(sizes: Tensor, power: float) -> Tensor:
+    """Return a power of sizes around 1, in steps of a quarter octave; silent channels have the smallest."""
+    alive = sizes[sizes > 0]
+    if not len(alive):
+        return torch.ones_like(sizes)
+    raw = sizes.clamp(min=float(alive.min())) ** power
+    steps = torch.log2(raw / (raw.amax() * raw.amin()).sqrt()) * _STEPS_PER_OCTAVE
+    return torch.exp2(steps.round() / _STEPS_PER_OCTAVE).clamp(_SMALLEST, _LARGEST)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ scales the columns of weights by what they read, on data that it did not see, and says where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.errors import ConfigError
+from qompose.observers.config import weight_spec
+from torch import Tensor, nn
+
+from tests.core.algorithms.test_smoothing import lines
+from tests.core.toy import (
+    DYNAMIC,
+    PRODUCTS,
+    STATIC,
+    WEIGHT,
+    Model,
+    export,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
+
+FOUR = weight_spec(-8, 7, group_size=16, symmetric=False)
+PLAIN = QuantizationConfig(None, None, FOUR, algorithms=())
+AWQ = replace(PLAIN, algorithms=("awq",))
+LOUD = [3, 20, 33]
+
+
+class Written(nn.Module):
+    """An RMS norm as Llama spells it: the scale is a product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def behind(
+    norm: nn.Module, *products: nn.Module, forward: Callable[..., Tensor] | None = None
+) -> Any:
+    """Products behind a normalization three of whose channels are loud."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.norm(x)
+        return torch.cat([product(h) for product in m.products], -1)
+
+    made = seeded(Model(forward or run, norm=norm, products=nn.ModuleList(products)))
+    with torch.no_grad():
+        made.norm.weight.fill_(1.0)
+        made.norm.weight[LOUD] = 30.0
+    return made.eval()
+
+
+def converted(module: Any, config: QuantizationConfig, *batches: Tensor, **options: Any) -> Any:
+    prepared = prepare(export(module, batches[0]), toy(*PRODUCTS, config=config))
+    for batch in batches:
+        prepared(batch)
+    return qompose.convert_pt2e(prepared, **options)
+
+
+def said(model: Any) -> tuple[list[str], list[str]]:
+    return lines(model, "awq")
+
+
+def multiplications(model: Any) -> int:
+    return sum(node.target is torch.ops.aten.mul.Tensor for node in model.graph.nodes)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Written])
+def test_a_normalization_takes_up_the_factors(norm: Any) -> None:
+    """At least 2 dB on other data, for one product and for two that share factors, without an operator."""
+    for count in (1, 2):
+        model = behind(norm(48), *(nn.Linear(48, 24) for _ in range(count)))
+        seen, other = randn(256, 48), randn(256, 48, seed=1)
+        plain, scaled = (converted(model, config, seen) for config in (PLAIN, AWQ))
+        gained = sqnr(model(other), scaled(other)) - sqnr(model(other), plain(other))
+        assert gained > 2
+        made, refused = said(scaled)
+        assert len(made) == 1 and not refused and "norm.weight" in made[0]
+        assert multiplications(scaled) == multiplications(plain)
+
+
+def test_a_product_divides_where_others_read_the_tensor_too() -> None:
+    """They read what they read before; the loud channels are the values' own."""
+
+    def residual(m: Any, x: Tensor) -> Tensor:
+        h = m.norm(x)
+        return m.products[0](h) + h
+
+    model = behind(nn.LayerNorm(48), nn.Linear(48, 48), forward=residual)
+    seen, other = randn(256, 48), randn(256, 48, seed=1)
+    plain, scaled = (converted(model, config, seen) for config in (PLAIN, AWQ))
+    assert multiplications(scaled) == multiplications(plain) + 1
+    assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) + 2
+    assert "product in the graph" in said(scaled)[0][0]
+
+
+def test_a_convolution_has_a_factor_for_all_taps_of_a_channel() -> None:
+    model = seeded(nn.Sequential(nn.Conv2d(16, 24, 3, padding=1))).eval()
+    loud = torch.ones(16, 1, 1).index_fill_(0, torch.tensor([2, 9]), 30.0)
+    seen, other = randn(32, 16, 9, 9) * loud, randn(32, 16, 9, 9, seed=1) * loud
+    per_channel = replace(PLAIN, weight=replace(WEIGHT, quant_min=-8, quant_max=7))
+    plain = converted(model, per_channel, seen)
+    scaled = converted(model, replace(per_channel, algorithms=("awq",)), seen)
+    assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) + 2
+
+
+def test_gptq_goes_by_the_divided_inputs() -> None:
+    """Each helps the other: better than either alone."""
+    model = behind(nn.LayerNorm(48), nn.Linear(48, 24), nn.Linear(48, 24))
+    mixing = randn(48, 48, seed=5)
+    seen, other = randn(256, 48) @ mixing, randn(256, 48, seed=1) @ mixing
+    words: list[tuple[str, ...]] = [("awq",), ("gptq",), ("awq", "gptq")]
+    found = [
+        sqnr(model(other), converted(model, replace(PLAIN, algorithms=w), seen)(other))
+        for w in words
+    ]
+    assert found[2] > max(found[:2]) + 1
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_in_float_the_program_computes_what_it_did(fold: bool) -> None:
+    """With so many bits that rounding is nothing, scaled and plain agree."""
+    model = behind(nn.LayerNorm(48), nn.Linear(48, 24))
+    wide = replace(
+        AWQ, weight=replace(WEIGHT, dtype=torch.int32, quant_min=-(2**22), quant_max=2**22)
+    )
+    seen = randn(256, 48)
+    scaled = converted(model, wide, seen, fold_quantize=fold)
+    assert sqnr(model(seen), scaled(seen)) > 100
+
+
+def test_reports_and_questions_know_the_factors(tmp_path: Path) -> None:
+    """Sensitivity, compare, and a file."""
+    model = behind(nn.LayerNorm(48), nn.Linear(48, 24))
+    seen = randn(256, 48)
+    program = export(model, seen)
+    prepared = prepare(program, toy(*PRODUCTS, config=AWQ))
+    prepared(seen)
+    (row,) = qompose.sensitivity(prepared, [(seen,)], progress=False)
+    scaled = qompose.convert_pt2e(prepared)
+    alone = 10 ** (-sqnr(model(seen), scaled(seen)) / 10)
+    assert row.cost == pytest.approx(alone, rel=0.05)
+    compared = qompose.compare(program, scaled, [(seen,)])
+    assert min(r.sqnr for r in compared.rows) > 15
+    qompose.save(scaled, tmp_path / "model.pt")
+    assert torch.equal(qompose.load(tmp_path / "model.pt")(seen), scaled(seen))
+
+
+def test_what_cannot_be_scaled_is_named() -> None:
+    """Groups of a convolution, a weight that something else reads, inputs that are all alike."""
+    grouped = seeded(nn.Sequential(nn.Conv1d(24, 8, 3, groups=2)))
+    per_channel = replace(AWQ, weight=replace(WEIGHT, quant_min=-8, quant_max=7))
+    assert "groups" in said(converted(grouped, per_channel, randn(8, 24, 9)))[1][0]
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        return m.one(m.one(x))
+
+    tied = seeded(Model(twice, one=nn.Linear(48, 48)))
+    made, refused = said(converted(tied, AWQ, randn(64, 48)))
+    assert not made and refused
+    assert all("other operators" in line for line in refused), refused
+    even = seeded(nn.Sequential(nn.Linear(48, 24)))
+    made, refused = said(converted(even, AWQ, randn(256, 48)))
+    assert not made and "times smaller" in refused[0]
+
+
+def test_silent_and_dead_channels_make_nothing_infinite() -> None:
+    model = behind(nn.LayerNorm(48), nn.Linear(48, 24))
+    with torch.no_grad():
+        model.norm.weight[5] = 0.0
+        model.norm.bias.zero_()
+        model.products[0].weight[:, 7] = 0.0
+    seen = randn(256, 48)
+    scaled = converted(model, AWQ, seen)
+    assert said(scaled)[0]
+    assert bool(scaled(seen).isfinite().all())
+    assert "alike" in said(converted(model, AWQ, torch.zeros(64, 48)))[1][0]
+
+
+@pytest.mark.parametrize("config", [STATIC, DYNAMIC])
+def test_inputs_that_are_integers_have_another_word(config: QuantizationConfig) -> None:
+    with pytest.raises(ConfigError, match="smooth_quant"):
+        replace(config, algorithms=("awq",))
