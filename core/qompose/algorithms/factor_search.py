@@ -44,6 +44,7 @@ def input_factors(
     qparams: tuple[Tensor, Tensor] | None,
     needed: float | None = None,
     alpha: float | None = None,
+    expected: Tensor | None = None,
 ) -> Factors | None:
     """Return factors for the input of products, or None where none are worthwhile.
 
@@ -58,6 +59,7 @@ def input_factors(
         qparams: scale and zero point without factors; None where they are chosen at run time.
         needed: how many times smaller the error has to become; None where it has to be worth its time.
         alpha: the only exponent to try, with the median.
+        expected: magnitudes that the range has to hold besides what was seen, by channel, `(C,)`.
     """
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
         0
@@ -82,7 +84,7 @@ def input_factors(
 
     if needed is None:
         needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
-    search = _Search(channels, size, scheme, qparams, error_on)
+    search = _Search(channels, size, scheme, qparams, error_on, expected)
     return search.best(
         needed, *((_EXPONENTS, _LEVELS) if alpha is None else ((alpha,), (_MEDIAN,)))
     )
@@ -154,6 +156,7 @@ class _Search:
         size: of each channel, by what was seen of it and an exponent.
         qparams: without factors, None where they are chosen at run time.
         error_on: returns the error on some rows, as a function of factors, scale and zero point.
+        expected: magnitudes by channel that the range has to hold in any case.
     """
 
     channels: ChannelSample
@@ -161,6 +164,7 @@ class _Search:
     scheme: Scheme
     qparams: tuple[Tensor, Tensor] | None
     error_on: Callable[[ChannelSample], Error]
+    expected: Tensor | None = None
 
     def best(
         self, needed: float, exponents: Sequence[float], levels: Sequence[float]
@@ -207,8 +211,11 @@ class _Search:
     def _parameters(
         self, seen: ChannelSample, factors: Tensor, room: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        low, high = (seen.low / factors).amin(), (seen.high / factors).amax()
-        return self.scheme.choose(low * room, high * room)
+        low, high = (seen.low / factors).amin() * room, (seen.high / factors).amax() * room
+        if self.expected is not None:
+            most = (self.expected / factors).amax()
+            low, high = torch.minimum(low, -most), torch.maximum(high, most)
+        return self.scheme.choose(low, high)
 
 
 def _factors_above(sizes: Tensor, level: float) -> Tensor:

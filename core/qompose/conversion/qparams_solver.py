@@ -419,7 +419,7 @@ class QParamsSolver:
         """Name the tensors that had too few examples, by their number: it may be another one for each."""
         few: dict[str, list[str]] = defaultdict(list)
         for number, choice in self._choices():
-            if choice.reason:
+            if choice.reason and constant_of(self._value(number)) is None:
                 few[choice.reason].append(str(self.plan.groups[number].points[0]))
         for reason, names in sorted(few.items()):
             more = f" and {len(rest)} more" if (rest := names[_NAMED:]) else ""

@@ -3,8 +3,8 @@
 
 from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, sensitivity
 from qompose.diagnosis.support_query import NodeSupport, can_quantize
+from qompose.diagnosis.tuning_result import Assigned, Attempt, Excluded, Tuning
 from qompose.diagnosis.tuning_search import tune
-from qompose.diagnosis.tuning_trials import Assigned, Attempt, Excluded, Tuning
 from qompose.diagnosis.value_comparison import compare
 from qompose.reporting.report_data import Compared, Comparison
 

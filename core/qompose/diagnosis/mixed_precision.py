@@ -23,18 +23,20 @@ from torch.fx import GraphModule, Node
 from qompose.calibration.statistics_data import prepared_record
 from qompose.diagnosis.knapsack import Option, frontier, within
 from qompose.diagnosis.operator_sensitivity import SiteCost, measured
-from qompose.diagnosis.tuning_trials import (
+from qompose.diagnosis.tuning_result import (
     AS_IT_IS,
     Assigned,
     Attempt,
-    CannotExclude,
-    Evaluator,
     Tuning,
     named_choices,
-    origin,
     settings_by_member,
-    sizes_of,
     with_settings,
+)
+from qompose.diagnosis.tuning_trials import (
+    CannotExclude,
+    Evaluator,
+    origin,
+    sizes_of,
 )
 from qompose.errors import ConfigError, TuningError, UserError
 from qompose.plan.plan import Plan, Record

@@ -21,16 +21,18 @@ from qompose.diagnosis.mixed_precision import (
     named_choices_of,
 )
 from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, measured
-from qompose.diagnosis.tuning_trials import (
+from qompose.diagnosis.tuning_result import (
     Attempt,
-    CannotExclude,
-    Chosen,
-    Evaluator,
     Excluded,
-    Task,
     Tuning,
     excluding,
     named_or_nothing,
+)
+from qompose.diagnosis.tuning_trials import (
+    CannotExclude,
+    Chosen,
+    Evaluator,
+    Task,
     origin,
     territory,
 )

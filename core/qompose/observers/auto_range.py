@@ -196,9 +196,8 @@ class AutoRangeObserver(OfHistogram):
         if not self.sample.seen:
             return replace(whole, reason=f"no value has the {self.channels} channels that are read")
         if (examples := self.sample.examples) < FEWEST_EXAMPLES:
-            return replace(
-                whole, reason=f"{examples} different examples, and {FEWEST_EXAMPLES} needed"
-            )
+            seen = f"{examples} different example{'s' * (examples != 1)}"
+            return replace(whole, reason=f"{seen}, and {FEWEST_EXAMPLES} needed")
         trial = _Trial.of(self.sample, self.readers)
         least = trial.errors(self._rounded(trial.rows, whole))
         best, fitted = whole, least[0]

@@ -331,3 +331,18 @@ class TestWithoutAWord:
         qompose.statistics(plain).apply(prepared)
         report = qompose.report(qompose.convert_pt2e(prepared))
         assert len([line for line in report.notes if line.startswith("bias_correction of 1")]) == 1
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_channels_that_padding_keeps_quiet_are_not_cut_off(norm: Any) -> None:
+    """Rows of padding are loud in two channels, those of data in all: 18 dB there at least."""
+    model = toys.seeded(nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, 8))).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    padding = 0.3 * randn(256, WIDTH) * torch.linspace(0.1, 1, 256)[:, None]
+    padding[:, :2] += 3.0
+    config = replace(PER_CHANNEL, algorithms=SMOOTH)
+    smooth = convert(export(model, padding), toy(RULE, config=config), padding)
+    data = randn(256, WIDTH, seed=1)
+    assert lines(smooth, "smooth_quant")[0]
+    assert toys.sqnr(model(data), smooth(data)) > 18

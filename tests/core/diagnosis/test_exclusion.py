@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.diagnosis.tuning_trials import excluding
+from qompose.diagnosis.tuning_result import excluding
 from qompose.errors import TuningError
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.spec.selectors import for_name

@@ -14,7 +14,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, UserError
-from qompose.diagnosis.tuning_trials import AS_IT_IS, Tuning
+from qompose.diagnosis.tuning_result import AS_IT_IS, Tuning
 from qompose.errors import ConfigError, TuningError
 from qompose.storage.artifact_file import stored_bytes
 from torch import Tensor, nn
