@@ -272,8 +272,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "GPTQ, AWQ and their kind, for large language models",
             "P",
             "N N Y P N Y P Y P",
-            "core/algorithms/test_gptq.py",
-            "GPTQ for linears and convolutions in static quantization, not for weights alone; no AWQ",
+            "core/algorithms/test_awq.py",
+            "both for linears and convolutions; not layer by layer with the inputs of the quantized layers before",
         ),
     ),
     "Tools": (
