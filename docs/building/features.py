@@ -273,7 +273,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "P",
             "N N Y P N Y P Y P",
             "core/algorithms/test_awq.py",
-            "both for linears and convolutions; not layer by layer with the inputs of the quantized layers before",
+            "not layer by layer with the inputs of the quantized layers before it",
         ),
     ),
     "Tools": (
