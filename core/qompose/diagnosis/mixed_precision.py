@@ -178,7 +178,7 @@ class MixedSearch:
                 refused.append(error)
             else:
                 given |= settings
-        if not given:
+        if refused and not given:
             raise refused[0]
         self.settings |= {(name, choice): settings for name, settings in given.items()}
         prepared = self.evaluator.prepared(self._quantizer(dict.fromkeys(given, choice)))
@@ -199,9 +199,13 @@ class MixedSearch:
         self, owner: str, config: QuantizationConfig
     ) -> Iterator[tuple[str, tuple[Setting, ...]]]:
         for name, site in self.sites.items():
-            settings = self.evaluator.settings(name, config) if site.owner == owner else ()
+            if site.owner != owner:
+                continue
+            settings = self.evaluator.settings(name, config)
             if settings:
                 yield name, settings
+            else:
+                self.notes.append(f"{site.label} stays as it is: no selector reaches it")
 
     def _measure(
         self, choice: str, prepared: GraphModule, taken: Mapping[str, tuple[int, ...]]
