@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from qompose.algorithms.awq import AWQ
 from qompose.algorithms.bias_correction import BiasCorrection
 from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.channel_factors import Divided
 from qompose.algorithms.channel_scaling import ChannelScaling
 from qompose.algorithms.discovery import load_algorithm
 from qompose.algorithms.equalization import Equalization
@@ -17,6 +18,7 @@ from qompose.algorithms.products import (
     InputMoments,
     NotChanged,
     Operands,
+    absorbers_of,
     change_products,
     columns_of,
     moments_read,
@@ -35,11 +37,13 @@ from qompose.spec.qdq import for_each_value
 __all__ = [
     "Algorithm",
     "Calibrated",
+    "Divided",
     "InputMoments",
     "NotChanged",
     "Operands",
     "Rewritten",
     "Watched",
+    "absorbers_of",
     "algorithms",
     "change_products",
     "columns_of",

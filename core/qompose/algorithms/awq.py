@@ -42,7 +42,6 @@ from qompose.algorithms.products import (
 )
 from qompose.observers.make_observer import make_observer
 from qompose.program.batch_norm_folding import TRANSPOSED
-from qompose.program.control_flow import count_readers
 from qompose.program.graph import address_of, constant_of, describe
 from qompose.spec.algorithm_choice import AWQ as WORD
 from qompose.spec.claim import Claim, Point
@@ -74,10 +73,9 @@ class AWQ(Algorithm):
                 yield product.source, *columns_of(product)
 
     def scale_inputs(self, found: Calibrated) -> None:
-        readers = count_readers(found.model)
-        for source, products in self._products(found, readers).items():
+        for source, products in self._products(found).items():
             try:
-                divided, effect = _divided(found, source, products, readers)
+                divided, effect = _divided(found, source, products)
             except NotChanged as reason:
                 for product in products:
                     self._refuse(found, product.node, str(reason))
@@ -85,9 +83,7 @@ class AWQ(Algorithm):
                 found.divide(source.name, divided, [product.weight.name for product in products])
                 found.made.append(f"{self.word} of {_where(source, products)}: {effect}")
 
-    def _products(
-        self, found: Calibrated, readers: Mapping[int, int]
-    ) -> dict[Node, list[Operands]]:
+    def _products(self, found: Calibrated) -> dict[Node, list[Operands]]:
         """Return the products to change by what they read; say of others why they are not."""
         together: dict[Node, list[Operands]] = defaultdict(list)
         for number, claim in enumerate(found.plan.claims):
@@ -100,7 +96,7 @@ class AWQ(Algorithm):
                 if number in found.dropped:
                     raise NotChanged(f"it stays in float, since {found.dropped[number]}")
                 product = Operands.of(node)
-                _check(found, product, readers)
+                _check(found, product)
             except NotChanged as reason:
                 self._refuse(
                     found, found.nodes[claim.anchor] if node is None else node, str(reason)
@@ -113,7 +109,7 @@ class AWQ(Algorithm):
         found.refused.append(f"{self.word} of {describe(node)} was not made: {reason}")
 
 
-def _check(found: Calibrated, product: Operands, readers: Mapping[int, int]) -> None:
+def _check(found: Calibrated, product: Operands) -> None:
     """Check that the columns of a product's weight can be scaled.
 
     Raises:
@@ -126,7 +122,7 @@ def _check(found: Calibrated, product: Operands, readers: Mapping[int, int]) -> 
         raise NotChanged("it is a convolution in groups, or a transposed one")
     number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
     points = () if number is None else found.plan.groups[number].points
-    if readers.get(address_of(constant), 0) > 1 or len(points) > 1:
+    if found.readers.get(address_of(constant), 0) > 1 or len(points) > 1:
         raise NotChanged(f"{product.weight.target} is read by other operators too")
     spec = _spec(found, product)
     if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
@@ -146,9 +142,7 @@ def _where(source: Node, products: Sequence[Operands]) -> str:
     return f"{source.name}, the input of {', '.join(describe(p.node) for p in products)}"
 
 
-def _divided(
-    found: Calibrated, source: Node, products: Sequence[Operands], readers: Mapping[int, int]
-) -> tuple[Divided, str]:
+def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> tuple[Divided, str]:
     """Return the factors of a tensor that products read, and what they gain.
 
     Raises:
@@ -161,7 +155,7 @@ def _divided(
         )
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
-    absorbers = absorbers_of(source, users, dim, readers, found.plan.group_of)
+    absorbers = absorbers_of(source, users, dim, found.readers, found.plan.group_of)
     trials = [_Trial.of(found, product) for product in products]
     values, gain = _best(trials)
     needed = _FOR_NOTHING if absorbers else _FOR_A_PASS

@@ -22,6 +22,8 @@ from qompose.observers.channel_ranges import OUTPUT, Balance
 from qompose.observers.input_sums import Columns, input_observers
 from qompose.observers.make_observer import eps_of, make_observer
 from qompose.plan.plan import Plan
+from qompose.program.control_flow import count_readers
+from qompose.program.graph import value_of
 from qompose.spec.qdq import QParams, in_rows
 from qompose.spec.qparams import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
 
@@ -96,6 +98,11 @@ class Calibrated:
             for _, value, observer in input_observers(self.model)
         }
 
+    @cached_property
+    def readers(self) -> dict[int, int]:
+        """Return how many operators read each parameter, by address."""
+        return count_readers(self.model)
+
     def is_whole(self, number: int) -> bool:
         """Tell whether all claims of a group are followed."""
         return not any(claim in self.dropped for claim in self.plan.groups[number].claims)
@@ -117,8 +124,23 @@ class Calibrated:
         found.weights.update((self.weight_group(name), name) for name in balance.weights)
 
     def divide(self, source: str, divided: Divided, weights: Sequence[str]) -> None:
-        """Have a float tensor divided by factors, which the weights of those that read it take up."""
-        found = self.factors
+        """Have a float tensor divided by factors, which the weights of those that read it take up.
+
+        Args:
+            source: name of the tensor; all operators that are to read it so are named at once.
+            weights: names of their weights, whose dimension 1 has the channels.
+
+        Raises:
+            ValueError: it is divided already, or factors are not a positive and finite number for each channel.
+        """
+        found, values = self.factors, divided.values
+        channels = value_of(self.nodes[source]).shape[divided.dim]
+        if source in found.divided:
+            raise ValueError(
+                f"{source} is divided by factors already: name all its readers at once"
+            )
+        if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
+            raise ValueError(f"factors of {source} must be {channels} positive and finite numbers")
         absorbed = [(name, (divided.values, 1)) for name in weights]
         absorbed += [(name, (1 / divided.values, 0)) for name in divided.absorbers]
         for name, factor in absorbed:

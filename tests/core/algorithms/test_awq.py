@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.errors import ConfigError
+from qompose.algorithms import Algorithm, Divided, Operands, product_node
+from qompose.errors import ConfigError, MemberError
 from qompose.observers.config import weight_spec
 from torch import Tensor, nn
 
@@ -195,3 +197,43 @@ def test_silent_and_dead_channels_make_nothing_infinite() -> None:
 def test_inputs_that_are_integers_have_another_word(config: QuantizationConfig) -> None:
     with pytest.raises(ConfigError, match="smooth_quant"):
         replace(config, algorithms=("awq",))
+
+
+def divided_by(values: Tensor, times: int = 1) -> QuantizationConfig:
+    """A configuration with an algorithm that divides the input of each product by its own factors."""
+
+    class Divide(Algorithm):
+        word = "divide"
+
+        def scale_inputs(self, found: Any) -> None:
+            for claim in found.plan.claims * times:
+                product = Operands.of(product_node(claim, found.nodes))  # type: ignore[arg-type]
+                by = Divided(values, 1, (product.node.name,))
+                found.divide(product.source.name, by, [product.weight.name])
+
+    return replace(PLAIN, algorithms=(Divide(),))
+
+
+def test_an_algorithm_of_ones_own_divides() -> None:
+    """By any factors: the products are what they were."""
+    model = seeded(nn.Sequential(nn.Linear(48, 24))).eval()
+    seen = randn(64, 48)
+    wide = replace(WEIGHT, dtype=torch.int32, quant_min=-(2**22), quant_max=2**22)
+    scaled = converted(model, replace(divided_by(torch.linspace(0.5, 3, 48)), weight=wide), seen)
+    assert sqnr(model(seen), scaled(seen)) > 100
+
+
+@pytest.mark.parametrize(
+    ("values", "times", "word"),
+    [
+        (torch.ones(48), 2, "already"),
+        (torch.ones(47), 1, "48 positive"),
+        (torch.zeros(48), 1, "48 positive"),
+        (torch.full((48,), math.inf), 1, "48 positive"),
+    ],
+)
+def test_factors_that_are_none(values: Tensor, times: int, word: str) -> None:
+    with pytest.raises(MemberError, match=f"divide.*{word}"):
+        converted(
+            seeded(nn.Sequential(nn.Linear(48, 24))), divided_by(values, times), randn(64, 48)
+        )
