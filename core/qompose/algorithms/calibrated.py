@@ -131,7 +131,7 @@ class Calibrated:
             weights: names of their weights, whose dimension 1 has the channels.
 
         Raises:
-            ValueError: it is divided already, or factors are not a positive and finite number for each channel.
+            ValueError: it is divided already, or factors are not a positive, finite number for each channel.
         """
         found, values = self.factors, divided.values
         channels = value_of(self.nodes[source]).shape[divided.dim]
