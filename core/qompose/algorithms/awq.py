@@ -221,7 +221,7 @@ def _rounded(weight: Tensor, spec: Any) -> Tensor:
 
 def _best(trials: Sequence[_Trial]) -> tuple[Tensor, float]:
     """Return the factors of the power that is best on data held back, and how much smaller the error is."""
-    none = torch.ones(trials[0].weight.shape[1])
+    none = trials[0].weight.new_ones(trials[0].weight.shape[1])
     before = sum(trial.error(none, half) for trial in trials for half in (0, 1))
     sizes = [torch.stack([trial.sizes(half) for trial in trials]).mean(0) for half in (0, 1)]
 
