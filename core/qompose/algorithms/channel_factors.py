@@ -108,12 +108,15 @@ class ChannelFactors:
             return None
         found, group = [], self.plan.groups[number]
         whole: Any = make_observer(group.spec)
-        per_channel = is_per_channel(group) or getattr(group.spec, "block_size", None) is not None
-        for _, _, rows in in_rows(parameter_of(self.nodes[name]), self.absorbed(name)):
-            observer: Any = make_observer(group.spec) if per_channel else whole
+        constant, block = parameter_of(self.nodes[name]), getattr(group.spec, "block_size", None)
+        in_parts = is_per_channel(group) or block is not None
+        together = block[0] if block is not None and len(block) == constant.dim() else 1
+        together = constant.shape[0] if together == -1 else together
+        for _, _, rows in in_rows(constant, self.absorbed(name), multiple=together):
+            observer: Any = make_observer(group.spec) if in_parts else whole
             observer(rows)
             found.append(observer.calculate_qparams())
-        if not per_channel:
+        if not in_parts:
             return whole.calculate_qparams()  # type: ignore[no-any-return]
         scales, zero_points = zip(*found, strict=True)
         return torch.cat(scales), torch.cat(zero_points)

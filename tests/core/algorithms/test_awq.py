@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import qompose
@@ -15,7 +16,9 @@ import torch
 from qompose import QuantizationConfig
 from qompose.algorithms import Algorithm, Divided, Operands, product_node
 from qompose.errors import ConfigError, MemberError
+from qompose.observers import PerBlockMinMaxObserver
 from qompose.observers.config import weight_spec
+from qompose.spec import qdq
 from torch import Tensor, nn
 
 from tests.core.algorithms.test_smoothing import lines
@@ -221,6 +224,19 @@ def test_an_algorithm_of_ones_own_divides() -> None:
     wide = replace(WEIGHT, dtype=torch.int32, quant_min=-(2**22), quant_max=2**22)
     scaled = converted(model, replace(divided_by(torch.linspace(0.5, 3, 48)), weight=wide), seen)
     assert sqnr(model(seen), scaled(seen)) > 100
+
+
+@pytest.mark.parametrize("block", [(1, 16), (4, 16), (-1, 16)])
+def test_scales_of_blocks_are_of_the_scaled_weight(block: tuple[int, ...]) -> None:
+    """Also where a weight is gone through in parts of some rows, which must not cut blocks."""
+    observer = PerBlockMinMaxObserver.with_args(block_size=block)
+    spec = replace(WEIGHT, ch_axis=None, block_size=block, observer_or_fake_quant_ctr=observer)
+    model = seeded(nn.Sequential(nn.Linear(48, 24))).eval()
+    seen = randn(64, 48)
+    with mock.patch.object(qdq, "_CHUNK", 7 * 48):
+        config = replace(divided_by(torch.linspace(0.5, 3, 48)), weight=spec)
+        scaled = converted(model, config, seen)
+    assert sqnr(model(seen), scaled(seen)) > 35
 
 
 @pytest.mark.parametrize(
