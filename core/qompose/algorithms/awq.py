@@ -8,8 +8,9 @@ column is rounded in finer steps, and the quiet ones that share a scale with it 
 
 The size of a channel is the root mean square of its inputs, and its factor a power of that size. Several
 powers are tried, each by the squared error of the product on second moments of the half of the examples
-that the sizes are not of. All products that read a tensor get the same factors. The parameters of a
-normalization in front divide where nothing else reads it, else a product in the graph, in float.
+that the sizes are not of, where no channel counts as more than eight times the median. All products that
+read a tensor get the same factors. The parameters of a normalization in front divide where nothing else reads
+it, else a product in the graph, in float.
 
 Inputs that are quantized too have SmoothQuant, which weighs both errors.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ _POWERS = tuple(n / 10 for n in range(1, 11))
 _FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
 """How many times smaller an error has to become: where parameters do all of it, and where not."""
 _STEPS_PER_OCTAVE = 4
+_LOUDEST = 8.0
+"""How many times the median size of all channels one can count.
+
+One token of a sequence, on which others lean, may be a thousand times as large as they are in a channel: its
+squares alone would decide.
+"""
 _SMALLEST, _LARGEST = 2.0**-8, 2.0**8
 _JUDGED = 256
 """How many outputs of each product, at least, the error is measured on; they are spread over all."""
@@ -189,7 +196,7 @@ class _Trial:
         spec = _spec(found, product)
         if axis_of(spec) == 0 or spec.block_size is not None:  # else the range is that of all rows
             weight = weight[:: max(1, weight.shape[0] // _JUDGED)]
-        first, second = inputs.halves()
+        first, second = _limited(inputs, weight.shape[1]).halves()
         return cls(weight, spec, (first, second))
 
     def sizes(self, half: int) -> Tensor:
@@ -204,6 +211,18 @@ class _Trial:
         held = self.halves[half]
         power = held.error(self.weight.flatten(1)[None])
         return held.error(off.flatten(1)[None]) / max(power, NOTHING)
+
+
+def _limited(inputs: InputMoments, channels: int) -> InputMoments:
+    """Return moments in which no channel is much larger than the others."""
+    total = inputs.halves_of.sum(0)[0]
+    sizes = total.diagonal().view(channels, -1).mean(1).clamp(min=0.0).sqrt()
+    alive = sizes[sizes > 0]
+    if not len(alive):
+        return inputs
+    limits = (_LOUDEST * alive.median() / sizes.clamp(min=NOTHING)).clamp(max=1.0)
+    limits = limits.repeat_interleave(len(total) // channels)
+    return replace(inputs, halves_of=inputs.halves_of * limits[:, None] * limits)
 
 
 def _rounded(weight: Tensor, spec: Any) -> Tensor:
@@ -244,5 +263,6 @@ def _factors(sizes: Tensor, power: float) -> Tensor:
     if not len(alive):
         return torch.ones_like(sizes)
     raw = sizes.clamp(min=float(alive.min())) ** power
-    steps = torch.log2(raw / (raw.amax() * raw.amin()).sqrt()) * _STEPS_PER_OCTAVE
-    return torch.exp2(steps.round() / _STEPS_PER_OCTAVE).clamp(_SMALLEST, _LARGEST)
+    octaves = torch.log2(raw / (raw.amax() * raw.amin()).sqrt())
+    steps = (octaves * _STEPS_PER_OCTAVE).round()
+    return torch.exp2(steps / _STEPS_PER_OCTAVE).clamp(_SMALLEST, _LARGEST)

@@ -97,7 +97,8 @@ class ChannelFactors:
         sides = [group.balance for group in self.plan.groups if group.balance is not None]
         names = [name for side in sides for name in (*side.biases, *side.absorbers)]
         names += [name for divided in self.divided.values() for name in divided.absorbers]
-        return {name: self.constant(name) for name in names if name in self.taken_up}
+        changed = (name for name in names if name in self.taken_up)
+        return {n: self.constant(n).to(parameter_of(self.nodes[n]).dtype) for n in changed}
 
     def qparams_of_rows(self, number: int) -> tuple[Tensor, Tensor] | None:
         """Return scales and zero points of a weight that takes up factors: its observer saw it without them.

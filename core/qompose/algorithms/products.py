@@ -213,19 +213,17 @@ def absorbers_of(
         readers: of each parameter, by address (`count_readers`).
         quantized: points that are quantized: parameters that are integers take up none.
     """
-    if {user.name for user in source.users if user.op == "call_function"} != set(users):
+    # Observers of sums, which nothing reads, read it too; all others do so for somebody.
+    reading = (user for user in source.users if user.op != "call_module" or user.users)
+    if {user.name for user in reading} != set(users):
         return ()
     if source.target in _NORMS:
         given = arguments_of(source)
         found, shape = [given["weight"], given.get("bias")], given["normalized_shape"]
         fits = given["weight"] is not None and len(shape) == 1
     elif source.target is torch.ops.aten.mul.Tensor:
-        found = [
-            n
-            for n in source.args
-            if isinstance(n, Node) and constant_of(behind_modules(n)) is not None
-        ]
-        fits = len(found) == 1
+        found = [n for n in source.args if isinstance(n, Node) and constant_of(n) is not None]
+        fits = len(found) == 1 and any(_is_normalized(n) for n in source.args if n not in found)
     else:
         return ()
     parameters = [node for node in found if isinstance(node, Node)]
@@ -240,6 +238,35 @@ def absorbers_of(
         for node in parameters
     )
     return tuple(node.name for node in parameters) if private else ()
+
+
+def _is_normalized(value: Any) -> bool:
+    """Tell whether a value is another over the root of something, as RMS norms are written."""
+    value = _behind_casts(value)
+    if not isinstance(value, Node):
+        return False
+    if value.target is torch.ops.aten.mul.Tensor:
+        return any(_calls(read, torch.ops.aten.rsqrt.default) for read in value.args)
+    if value.target is torch.ops.aten.div.Tensor:
+        return _calls(value.args[1], torch.ops.aten.sqrt.default)
+    return False
+
+
+def _calls(value: Any, target: Any) -> bool:
+    value = _behind_casts(value)
+    return isinstance(value, Node) and value.target is target
+
+
+def _behind_casts(value: Any) -> Any:
+    casts = (
+        torch.ops.aten.to.dtype,
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.to.dtype_layout,
+    )
+    value = behind_modules(value)
+    while isinstance(value, Node) and value.target in casts:
+        value = behind_modules(value.args[0])
+    return value
 
 
 def times(value: Tensor, vector: Tensor) -> Tensor:
@@ -397,7 +424,9 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
     if not bool(count.all()):
-        raise NotChanged("all calibration data it saw is alike, and none can be held back")
+        raise NotChanged(
+            "too few different examples of its input were seen, and none can be held back"
+        )
     total = total * _unscaled(found, product, columns)
     unit = total.diagonal(dim1=-2, dim2=-1).mean()
     if not bool(total.isfinite().all()) or not unit > 0:

@@ -52,6 +52,9 @@ from qompose.storage.artifact_file import stored_bytes
 FLOAT = "float"
 RANKING_BATCHES = 4
 """How many batches costs are measured on: they guide the search, which asks the metric about every step."""
+_IN_BODIES = "it reads its parameters in a body of control flow, where their bytes are not known"
+_BEYOND = 4
+"""How many assignments are tried that are smaller than one that does not meet the target."""
 Choices = Mapping[str, QuantizationConfig | None]
 
 
@@ -117,10 +120,13 @@ class MixedSearch:
                 f"metric returned {self.float_score} for the float model, which cannot be compared"
             )
         self.sites = dict(self._adjustable())
+        self._check_sites()
+
+    def _check_sites(self) -> None:
         if not self.sites:
             raise UserError(
                 "there is nothing to choose for: no operator with parameters is quantized by a member "
-                "that has selectors"
+                "that has selectors" + "".join(f"\n  - {note}" for note in self.notes)
             )
 
     def _adjustable(self) -> Iterator[tuple[str, SiteCost]]:
@@ -147,6 +153,7 @@ class MixedSearch:
             TuningError: no assignment meets the target.
         """
         as_it_is = self._measure(AS_IT_IS, self.evaluator.base, dict.fromkeys(self.sites, ()))
+        self._check_sites()
         self._tried({}, as_it_is)
         for choice, config in self.choices.items():
             if config is None:
@@ -238,8 +245,13 @@ class MixedSearch:
                 )
                 continue
             nodes = [node for claim in claims for node in self._nodes(plan, claim)]
-            size = stored_bytes(parameters.of(nodes))
-            self.options.setdefault(name, {})[choice] = Option(choice, size, cost)
+            held = parameters.of(nodes)
+            if held:
+                option = Option(choice, stored_bytes(held), cost)
+                self.options.setdefault(name, {})[choice] = option
+            else:
+                site = self.sites.pop(name)
+                self.notes.append(f"{site.label} stays as it is: {_IN_BODIES}")
         return converted
 
     def _measure_float(self, choice: str) -> None:
@@ -313,12 +325,24 @@ class MixedSearch:
         return holds
 
     def _fewest_bytes(self, assignments: list[dict[str, Option]]) -> None:
-        """Halve between the cheapest assignment and the smallest, where the target begins not to be met."""
-        fails, meets = len(assignments), -1
+        """Find where the target begins not to be met, between the cheapest assignment and the smallest.
+
+        Costs do not quite add up, so that smaller ones may meet it again: some of those are tried, too.
+        """
+        fails = self._first_miss(assignments, -1, len(assignments))
+        beyond = range(fails + 1, len(assignments))
+        for place in reversed(beyond[:: max(1, len(beyond) // _BEYOND)]):
+            if self.attempt(_names(assignments[place])).met:
+                self._first_miss(assignments, place, len(assignments))
+                return
+
+    def _first_miss(self, assignments: Sequence[dict[str, Option]], meets: int, fails: int) -> int:
+        """Halve between one that meets the target and one that does not; return the last that did not."""
         while fails - meets > 1:
             middle = (fails + meets) // 2
             met = self.attempt(_names(assignments[middle])).met
             fails, meets = (fails, middle) if met else (middle, meets)
+        return fails
 
     def _within_bytes(self, options: Mapping[str, Sequence[Option]], most: int) -> None:
         """Try the cheapest assignment that fits; the next smaller ones where it is larger than its parts."""
@@ -331,6 +355,8 @@ class MixedSearch:
             ):  # or it does not hold, and others have to be looked for
                 return
             room = sum(option.bytes for option in found.values()) - max(1, attempt.bytes - most)
+        *_, smallest = frontier(options)  # parts that share tensors are larger than the whole
+        self.attempt(_names(smallest))
 
     def _result(self) -> Tuning:
         met = [attempt for attempt in self.attempts.values() if attempt.met]

@@ -113,6 +113,60 @@ def test_a_product_divides_where_others_read_the_tensor_too() -> None:
     assert "product in the graph" in said(scaled)[0][0]
 
 
+def test_what_leaves_the_program_is_left_alone() -> None:
+    """The value of a normalization that is an output too, and one that another reads through an observer."""
+
+    def both(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.norm(x)
+        return m.products[0](h), h
+
+    seen, other = randn(256, 48), randn(256, 48, seed=1)
+    model = behind(nn.RMSNorm(48), nn.Linear(48, 24), forward=both)
+    first, second = converted(model, AWQ, seen)(other)
+    assert torch.equal(second, model(other)[1]) and sqnr(model(other)[0], first) > 20
+    two = behind(nn.RMSNorm(48), nn.Linear(48, 24), nn.Linear(48, 24))
+    for others in (STATIC, DYNAMIC, PLAIN):
+        prepared = prepare(
+            export(two, seen), toy(*PRODUCTS, config=others).set_module_name("products.0", AWQ)
+        )
+        prepared(seen)
+        found = qompose.convert_pt2e(prepared)(other)
+        for part, wanted in zip(found.split(24, -1), two(other).split(24, -1), strict=True):
+            assert sqnr(wanted, part) > 18
+
+
+def test_one_loud_token_does_not_decide() -> None:
+    """Tokens beside it lose 1 dB at most."""
+    model = seeded(nn.Sequential(nn.Linear(48, 24))).eval()
+    seen, other = randn(16, 16, 48), randn(16, 16, 48, seed=1)
+    seen[:, 0, 0] = other[:, 0, 0] = 3000.0
+    plain, scaled = (converted(model, config, seen)(other)[:, 1:] for config in (PLAIN, AWQ))
+    exact = model(other)[:, 1:]
+    assert sqnr(exact, scaled) > sqnr(exact, plain) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Written])
+def test_parameters_keep_their_type(norm: Any, dtype: torch.dtype) -> None:
+    model = behind(norm(48), nn.Linear(48, 24)).to(dtype)
+    seen, other = randn(256, 48).to(dtype), randn(256, 48, seed=1).to(dtype)
+    plain, scaled = (converted(model, config, seen) for config in (PLAIN, AWQ))
+    assert said(scaled)[0] and scaled.norm.weight.dtype is dtype
+    expected = model(other).float()
+    assert sqnr(expected, scaled(other).float()) > sqnr(expected, plain(other).float()) + 1
+
+
+def test_a_product_with_a_parameter_is_no_normalization() -> None:
+    """Its values may be small: SmoothQuant by default leaves their range as it is."""
+    model = seeded(Model(lambda m, x: m.linear(x * m.scale), linear=nn.Linear(48, 24))).eval()
+    model.scale = nn.Parameter(torch.ones(48).index_fill_(0, torch.tensor(LOUD), 20.0))
+    small = 0.01 * randn(256, 48)
+    static = replace(STATIC, algorithms=("smooth_quant",), output_activation=None)
+    plain = converted(model, replace(static, algorithms=()), small)
+    smooth = converted(model, static, small)
+    assert sqnr(model(small), smooth(small)) > sqnr(model(small), plain(small)) - 0.5
+
+
 def test_a_convolution_has_a_factor_for_all_taps_of_a_channel() -> None:
     model = seeded(nn.Sequential(nn.Conv2d(16, 24, 3, padding=1))).eval()
     loud = torch.ones(16, 1, 1).index_fill_(0, torch.tensor([2, 9]), 30.0)
@@ -120,7 +174,7 @@ def test_a_convolution_has_a_factor_for_all_taps_of_a_channel() -> None:
     per_channel = replace(PLAIN, weight=replace(WEIGHT, quant_min=-8, quant_max=7))
     plain = converted(model, per_channel, seen)
     scaled = converted(model, replace(per_channel, algorithms=("awq",)), seen)
-    assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) + 2
+    assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) + 1.5
 
 
 def test_gptq_goes_by_the_divided_inputs() -> None:
@@ -193,7 +247,7 @@ def test_silent_and_dead_channels_make_nothing_infinite() -> None:
     scaled = converted(model, AWQ, seen)
     assert said(scaled)[0]
     assert bool(scaled(seen).isfinite().all())
-    assert "alike" in said(converted(model, AWQ, torch.zeros(64, 48)))[1][0]
+    assert "too few" in said(converted(model, AWQ, torch.zeros(64, 48)))[1][0]
 
 
 @pytest.mark.parametrize("config", [STATIC, DYNAMIC])

@@ -127,6 +127,28 @@ def test_little_is_lost_in_so_many_bytes(part: float, everything: list[tuple[flo
     assert found.score >= 1.5 * max(s for s, other in everything if other <= most)
 
 
+def test_the_smallest_there_is_can_be_asked_for() -> None:
+    """Also where layers share tensors, so that their parts are larger than the whole."""
+    alike = seeded(Model(chain, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(4))))
+    options: dict[str, Any] = {"program": export(alike, X), "metric": error(alike)}
+    smallest = tuned(toy(config=STATIC), max_drop=1e9, **options).bytes
+    found = tuned(toy(config=STATIC), max_bytes=smallest, **options)
+    assert found.bytes == smallest
+    with pytest.raises(TuningError):
+        tuned(toy(config=STATIC), max_bytes=smallest - 1, **options)
+
+
+def test_what_is_read_in_a_body_of_control_flow_is_named() -> None:
+    def branch(m: Any, x: Tensor) -> Tensor:
+        taken = torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: m.b(x), (x,))
+        return m.c(taken)
+
+    module = seeded(Model(branch, a=nn.Linear(64, 64), b=nn.Linear(64, 64), c=nn.Linear(64, 32)))
+    found = tuned(program=export(module, X), metric=error(module), max_drop=1e9)
+    assert [site.module for site in found.assigned] == ["c"]
+    assert sum("control flow" in note for note in found.notes) >= 1
+
+
 def test_the_site_that_cannot_bear_few_bits_keeps_more() -> None:
     """All others have few; the row of each says what it costs and takes."""
     found = tuned(max_drop=0.05, choices=[TWO, FOUR])
