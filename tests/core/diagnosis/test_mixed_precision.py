@@ -131,16 +131,16 @@ def test_little_is_lost_in_so_many_bytes(part: float, everything: list[tuple[flo
 
 
 def test_the_smallest_there_is_can_be_asked_for() -> None:
-    """Also where layers share tensors, so that their parts are larger than the whole."""
-    alike = seeded(Model(chain, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(4))))
-    options: dict[str, Any] = {"program": export(alike, X), "metric": error(alike)}
-    smallest = tuned(toy(config=STATIC), max_drop=1e9, **options).bytes
-    for fits in (within, lambda options, most: None):  # parts said to be larger than they are
+    """Also where the parts are said to be larger than the whole, as of layers that share tensors."""
+    spec = qompose.weight_spec(-2, 1, group_size=48)  # which one layer alone can have
+    options = {"choices": [QuantizationConfig(None, None, spec, name="blocks", algorithms=())]}
+    smallest = tuned(max_drop=1e9, **options).bytes
+    for fits in (within, lambda options, most: None):
         with mock.patch.object(mixed_precision, "within", fits):
-            found = tuned(toy(config=STATIC), max_bytes=smallest, **options)
+            found = tuned(max_bytes=smallest, **options)
         assert found.bytes == smallest
     with pytest.raises(TuningError):
-        tuned(toy(config=STATIC), max_bytes=smallest - 1, **options)
+        tuned(max_bytes=smallest - 1, **options)
 
 
 def test_what_is_read_in_a_body_of_control_flow_is_named() -> None:
