@@ -36,9 +36,10 @@ from qompose.algorithms.products import (
     Operands,
     absorbers_of,
     channel_dim,
-    columns_of,
     groups_of,
+    moments_asked,
     moments_read,
+    operands_of,
     product_node,
 )
 from qompose.observers.make_observer import make_observer
@@ -73,11 +74,7 @@ class AWQ(Algorithm):
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Any, int]]:
-        for claim in filter(self.is_asked, claims):
-            node = product_node(claim, nodes)
-            product = None if node is None else Operands.of(node)
-            if product is not None and constant_of(product.weight) is not None:
-                yield product.source, *columns_of(product)
+        return moments_asked(self, claims, nodes)
 
     def scale_inputs(self, found: Calibrated) -> None:
         for source, products in self._products(found).items():
@@ -96,18 +93,12 @@ class AWQ(Algorithm):
         for number, claim in enumerate(found.plan.claims):
             if not self.is_asked(claim):
                 continue
-            node = product_node(claim, found.nodes)
             try:
-                if node is None:
-                    raise NotChanged("it is neither a linear nor a convolution")
-                if number in found.dropped:
-                    raise NotChanged(f"it stays in float, since {found.dropped[number]}")
-                product = Operands.of(node)
+                product = operands_of(found, number)
                 _check(found, product)
             except NotChanged as reason:
-                self._refuse(
-                    found, found.nodes[claim.anchor] if node is None else node, str(reason)
-                )
+                node = product_node(claim, found.nodes) or found.nodes[claim.anchor]
+                self._refuse(found, node, str(reason))
             else:
                 together[product.source].append(product)
         return together

@@ -40,8 +40,8 @@ from qompose.algorithms.products import (
     Operands,
     change_products,
     columns_of,
+    moments_asked,
     moments_read,
-    product_node,
     reader_of,
     rows_read,
     set_integers,
@@ -50,7 +50,6 @@ from qompose.algorithms.products import (
 )
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
-from qompose.program.graph import constant_of
 from qompose.spec.algorithm_choice import GPTQ as WORD
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -91,11 +90,7 @@ class GPTQ(Algorithm):
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
-        for claim in filter(self.is_asked, claims):
-            node = product_node(claim, nodes)
-            product = None if node is None else Operands.of(node)
-            if product is not None and constant_of(product.weight) is not None:
-                yield product.source, *columns_of(product)
+        return moments_asked(self, claims, nodes)
 
     def correct(self, found: Calibrated) -> None:
         change_products(found, self, partial(self._round, found))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,23 +126,43 @@ def change_products(
     for number, claim in enumerate(found.plan.claims):
         if not algorithm.is_wanted(claim):
             continue
-        node = product_node(claim, found.nodes)
+        where = describe(product_node(claim, found.nodes) or found.nodes[claim.anchor])
         try:
-            if node is None:
-                raise NotChanged("it is neither a linear nor a convolution")
-            if number in found.dropped:
-                raise NotChanged(f"it stays in float, since {found.dropped[number]}")
-            effect = change(Operands.of(node), claim)
+            effect = change(operands_of(found, number), claim)
         except NotChanged as reason:
             if algorithm.is_asked(claim):
-                where = describe(found.nodes[claim.anchor] if node is None else node)
                 found.refused.append(f"{word} of {where} was not made: {reason}")
             elif isinstance(reason, NotKnown):
                 unknown.append(str(reason))
         else:
-            found.made.append(f"{word} of {describe(node)}: {effect}")
+            found.made.append(f"{word} of {where}: {effect}")
     if unknown:
         found.refused.append(f"{word} of {len(unknown)} of the products was not made: {unknown[0]}")
+
+
+def operands_of(found: Calibrated, number: int) -> Operands:
+    """Return what the product of a claim reads.
+
+    Raises:
+        NotChanged: it is none, or stays in float.
+    """
+    node = product_node(found.plan.claims[number], found.nodes)
+    if node is None:
+        raise NotChanged("it is neither a linear nor a convolution")
+    if number in found.dropped:
+        raise NotChanged(f"it stays in float, since {found.dropped[number]}")
+    return Operands.of(node)
+
+
+def moments_asked(
+    algorithm: Algorithm, claims: Sequence[Claim], nodes: Mapping[str, Node]
+) -> Iterator[tuple[Node, Columns, int]]:
+    """Yield what `Algorithm.watch_moments` does for the inputs of all products that ask for an algorithm."""
+    for claim in filter(algorithm.is_asked, claims):
+        node = product_node(claim, nodes)
+        product = None if node is None else Operands.of(node)
+        if product is not None and constant_of(product.weight) is not None:
+            yield product.source, *columns_of(product)
 
 
 def taps_of(weight: Tensor, groups: int, transposed: bool) -> Tensor:

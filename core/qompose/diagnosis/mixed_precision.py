@@ -31,6 +31,7 @@ from qompose.diagnosis.tuning_result import (
     named_choices,
     settings_by_member,
     with_settings,
+    written_or_noted,
 )
 from qompose.diagnosis.tuning_trials import (
     CannotExclude,
@@ -385,12 +386,8 @@ class MixedSearch:
     def _tuning(self, attempt: Attempt) -> Tuning:
         given, evaluator = dict(attempt.assigned), self.evaluator
         rows = [self._row(name, choice) for name, choice in given.items()]
-        quantizer, written = self._quantizer(given), None
-        notes = [*dict.fromkeys(self.notes)]
-        try:
-            written = quantizer.to_dict()
-        except ConfigError as error:
-            notes.append(f"the quantizer is not in the file that save writes: {error}")
+        quantizer, notes = self._quantizer(given), [*dict.fromkeys(self.notes)]
+        written = written_or_noted(quantizer, notes)
         return Tuning(
             excluded=(),
             score=attempt.score,

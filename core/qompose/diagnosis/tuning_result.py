@@ -354,3 +354,12 @@ def settings_by_member(
                     f"member with selectors here; members: {', '.join(members)}"
                 )
     return {label: [*once(listed)] for label, listed in found.items()}
+
+
+def written_or_noted(quantizer: Quantizer, notes: list[str]) -> dict[str, Any] | None:
+    """Return a quantizer as data; where it cannot be written, None and one more note."""
+    try:
+        return quantizer.to_dict()
+    except ConfigError as error:
+        notes.append(f"the quantizer is not in the file that save writes: {error}")
+        return None

@@ -27,6 +27,7 @@ from qompose.diagnosis.tuning_result import (
     Tuning,
     excluding,
     named_or_nothing,
+    written_or_noted,
 )
 from qompose.diagnosis.tuning_trials import (
     CannotExclude,
@@ -36,7 +37,7 @@ from qompose.diagnosis.tuning_trials import (
     origin,
     territory,
 )
-from qompose.errors import ConfigError, TuningError, UserError
+from qompose.errors import TuningError, UserError
 from qompose.program.user_input import check_limit, check_several
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -309,11 +310,7 @@ class Search:
         listed_already = {name for row in rows for name in row.others}
         more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - listed_already)
         notes += [f"{name} stays in float with these" for name in more]
-        written = None
-        try:
-            written = quantizer.to_dict()
-        except ConfigError as error:
-            notes.append(f"the quantizer is not in the file that save writes: {error}")
+        written = written_or_noted(quantizer, notes)
         return Tuning(
             excluded=rows,
             score=attempt.score,
