@@ -132,7 +132,8 @@ def _accuracy() -> Iterator[Block]:
         rows = [r for r in cells if place is not None and r[0] in ENGINES and r[1] == BATCHES]
         found[task] = {row[0]: row[place] for row in rows if place is not None}
     yield from ("", "## Accuracy on data that nobody calibrated on", "")
-    yield f"Signal over noise in decibels, of Q/DQ models calibrated with {BATCHES} batches, each engine as it comes."
+    models = f"Q/DQ models calibrated with {BATCHES} batches"
+    yield f"Signal over noise in decibels, of {models}, each engine as it comes."
     pages = " and ".join(f"[{path.stem}](../benchmarks/results/{path.name})" for path in paths)
     yield f"The pages {pages} have the tasks, their data, when they were measured, and more metrics."
     yield ""
