@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NoReturn
 
 from rich.progress import Progress
@@ -22,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.calibration.statistics_data import prepared_record
 from qompose.diagnosis.knapsack import Option, frontier, within
-from qompose.diagnosis.operator_sensitivity import SiteCost, measured
+from qompose.diagnosis.operator_sensitivity import SiteCost
 from qompose.diagnosis.tuning_result import (
     AS_IT_IS,
     Assigned,
@@ -51,8 +50,6 @@ from qompose.spec.selectors import Setting
 from qompose.storage.artifact_file import stored_bytes
 
 FLOAT = "float"
-RANKING_BATCHES = 4
-"""How many batches costs are measured on: they guide the search, which asks the metric about every step."""
 _IN_BODIES = "it reads its parameters in a body of control flow, where their bytes are not known"
 _BEYOND = 4
 """How many assignments are tried that are smaller than one that does not meet the target."""
@@ -116,10 +113,6 @@ class MixedSearch:
     def __post_init__(self) -> None:
         self._task = self.bar.add_task("settings", total=None)
         self.float_score = self.evaluator.float_score()
-        if not math.isfinite(self.float_score):
-            raise UserError(
-                f"metric returned {self.float_score} for the float model, which cannot be compared"
-            )
         self.sites = dict(self._adjustable())
         self._check_sites()
 
@@ -153,7 +146,9 @@ class MixedSearch:
             ConfigError: no member's backend can follow one of the choices.
             TuningError: no assignment meets the target.
         """
-        as_it_is = self._measure(AS_IT_IS, self.evaluator.base, dict.fromkeys(self.sites, ()))
+        as_it_is = self._measure(
+            AS_IT_IS, self.evaluator.base_calibrated, dict.fromkeys(self.sites, ())
+        )
         self._check_sites()
         self._tried({}, as_it_is)
         for choice, config in self.choices.items():
@@ -189,8 +184,8 @@ class MixedSearch:
         if refused and not given:
             raise refused[0]
         self.settings |= {(name, choice): settings for name, settings in given.items()}
-        prepared = self.evaluator.prepared(self._quantizer(dict.fromkeys(given, choice)))
-        plan, taken = prepared_record(prepared, "tune").plan, dict[str, tuple[int, ...]]()
+        calibrated = self.evaluator.calibrated_by(self._quantizer(dict.fromkeys(given, choice)))
+        plan, taken = prepared_record(calibrated, "tune").plan, dict[str, tuple[int, ...]]()
         for name in given:
             claims = _claims_of(plan, self.sites[name], str(config))
             if claims:
@@ -199,7 +194,7 @@ class MixedSearch:
                 self.notes.append(
                     f"{self.sites[name].label} cannot be {choice!r}: {_why(plan, name)}"
                 )
-        converted = self._measure(choice, prepared, taken)
+        converted = self._measure(choice, calibrated, taken)
         if len(taken) == len(given):
             self._tried(dict.fromkeys(taken, choice), converted)
 
@@ -216,26 +211,16 @@ class MixedSearch:
                 self.notes.append(f"{site.label} stays as it is: no selector reaches it")
 
     def _measure(
-        self, choice: str, prepared: GraphModule, taken: Mapping[str, tuple[int, ...]]
+        self, choice: str, calibrated: GraphModule, taken: Mapping[str, tuple[int, ...]]
     ) -> GraphModule:
         """Measure what a choice costs at sites, and the bytes it takes; return the converted program.
 
         Args:
             taken: sites, each with its claims in this program; none are its own.
         """
-        evaluator, task = self.evaluator, self.evaluator.task
-        calibrated = (
-            evaluator.base_calibrated
-            if prepared is evaluator.base
-            else evaluator.calibrated(prepared)
-        )
-        count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
-        ranking = measured(
-            calibrated, islice(task.batches, count), self.bar, transform=task.transform
-        )
-        costs = {row.claim: row.cost for row in ranking}
-        plan = prepared_record(prepared, "tune").plan
-        converted = evaluator.converted(prepared)
+        costs = {row.claim: row.cost for row in self.evaluator.ranking(calibrated, self.bar)}
+        plan = prepared_record(calibrated, "tune").plan
+        converted = self.evaluator.converted(calibrated)
         parameters = _Parameters(converted)
         for name in taken:
             claims = taken[name] or (self.sites[name].claim,)
@@ -291,8 +276,8 @@ class MixedSearch:
         given = {name: choice for name, choice in assigned.items() if choice != AS_IT_IS}
         key = tuple(sorted(given.items()))
         if key not in self.attempts:
-            prepared = self.evaluator.prepared(self._quantizer(given))
-            self._tried(given, self.evaluator.converted(prepared))
+            calibrated = self.evaluator.calibrated_by(self._quantizer(given))
+            self._tried(given, self.evaluator.converted(calibrated))
         return self.attempts[key]
 
     def _tried(self, given: Mapping[str, str], converted: GraphModule) -> None:

@@ -15,12 +15,11 @@ from torch.fx import GraphModule
 
 from qompose.console import on_terminal, progress_bar
 from qompose.diagnosis.mixed_precision import (
-    RANKING_BATCHES,
     Choices,
     MixedSearch,
     named_choices_of,
 )
-from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, measured
+from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost
 from qompose.diagnosis.tuning_result import (
     Attempt,
     Excluded,
@@ -142,14 +141,6 @@ def _check_drop(max_drop: object) -> None:
         raise UserError(f"max_drop must be finite and not negative, got {max_drop!r}")
 
 
-def _measured_ranking(evaluator: Evaluator, bar: Progress) -> Sensitivity:
-    """Return what each site costs, measured on a few batches."""
-    task = evaluator.task
-    count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
-    batches = islice(task.batches, count)
-    return measured(evaluator.base_calibrated, batches, bar, transform=task.transform)
-
-
 def _ranked(evaluator: Evaluator, ranking: Sensitivity) -> list[SiteCost]:
     """Return the sites, those first that cost most for each multiply-accumulate."""
     costs = {row.name: row.cost for row in ranking}
@@ -184,10 +175,6 @@ class Search:
     def __post_init__(self) -> None:
         self._task = self.bar.add_task("settings", total=None)
         self.float_score = self.evaluator.float_score()
-        if not math.isfinite(self.float_score):
-            raise UserError(
-                f"metric returned {self.float_score} for the float model, which cannot be compared"
-            )
 
     def met(self, names: Collection[str]) -> bool:
         """Try a setting, unless it is known; tell whether it meets the target.
@@ -218,7 +205,7 @@ class Search:
             TuningError: there are none.
         """
         if ranking is None:
-            ranking = _measured_ranking(self.evaluator, self.bar)
+            ranking = self.evaluator.ranking(self.evaluator.base_calibrated, self.bar)
             self.ranking_notes = tuple(ranking.notes)
         ranked = _ranked(self.evaluator, ranking)
         self.costs = {site.name: site.cost for site in ranked}

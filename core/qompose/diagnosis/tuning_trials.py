@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
@@ -19,9 +22,9 @@ from qompose.calibration.statistics_data import Statistics, prepared_record, sta
 from qompose.calibration.statistics_file import Entry
 from qompose.conversion.convert import convert_pt2e
 from qompose.diagnosis.error_measures import number_of
-from qompose.diagnosis.operator_sensitivity import SiteCost, site_of
+from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, measured, site_of
 from qompose.diagnosis.tuning_result import excluding, once
-from qompose.errors import QomposeWarning, StatisticsError, blaming
+from qompose.errors import QomposeWarning, StatisticsError, UserError, blaming
 from qompose.lowering.lower_regions import lower
 from qompose.observers.channel_ranges import base_observer
 from qompose.observers.input_sums import Columns, Means, Moments
@@ -47,6 +50,9 @@ from qompose.spec.selectors import (
     for_name,
     kind_of,
 )
+
+RANKING_BATCHES = 4
+"""How many batches costs are measured on: they guide the search, which asks the metric about every step."""
 
 
 def origin(operator: Operator) -> str:
@@ -183,8 +189,23 @@ class Evaluator:
         self.sites: dict[str, SiteCost] = {row.name: row for row in rows if row.operators}
 
     def float_score(self) -> float:
-        """Return the score of the program itself."""
-        return self.task.score(self._floats, "nothing quantized")
+        """Return the score of the program itself.
+
+        Raises:
+            UserError: it is not finite.
+        """
+        score = self.task.score(self._floats, "nothing quantized")
+        if not math.isfinite(score):
+            raise UserError(
+                f"metric returned {score} for the float model, which cannot be compared"
+            )
+        return score
+
+    def ranking(self, calibrated: GraphModule, bar: Progress) -> Sensitivity:
+        """Return what each site of a calibrated model costs, measured on a few batches."""
+        task = self.task
+        count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
+        return measured(calibrated, islice(task.batches, count), bar, transform=task.transform)
 
     def calibrated(self, prepared: GraphModule) -> GraphModule:
         """Give observers what was seen of their tensors before; where that is not known, run the data."""
@@ -290,15 +311,14 @@ class Evaluator:
         """
         with _quiet():
             chosen = self.chosen(names) if names else Chosen(self.base, {})
-        converted = self.converted(chosen.prepared)
+            prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated
+        converted = self.converted(prepared)
         return self.lowered(converted), sizes_of(converted)
 
-    def converted(self, prepared: GraphModule) -> GraphModule:
-        """Return a prepared model calibrated and converted."""
+    def converted(self, calibrated: GraphModule) -> GraphModule:
+        """Return a calibrated model converted."""
         with _quiet():
-            return convert_pt2e(
-                self.base_calibrated if prepared is self.base else self.calibrated(prepared)
-            )
+            return convert_pt2e(calibrated)
 
     def lowered(self, converted: GraphModule) -> Any:
         """Return what is measured of a converted model: itself, or what it is lowered to."""
@@ -306,10 +326,10 @@ class Evaluator:
             target = self.task.target
             return converted if target is None else lower(converted, target=target)
 
-    def prepared(self, quantizer: Quantizer) -> GraphModule:
-        """Return the program prepared by another quantizer than that of the task."""
+    def calibrated_by(self, quantizer: Quantizer) -> GraphModule:
+        """Return the program prepared by another quantizer than that of the task, and calibrated."""
         with _quiet():
-            return prepare_pt2e(self.task.model, quantizer)
+            return self.calibrated(prepare_pt2e(self.task.model, quantizer))
 
 
 def sizes_of(converted: GraphModule) -> tuple[int, int]:
