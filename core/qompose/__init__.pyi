@@ -43,6 +43,7 @@ from .quantizer.composition import (
     compose as compose,
     quantizer_of as quantizer_of,
 )
+from .quantizer.restriction import restrict as restrict
 from .quantizer.rule_quantizer import RuleQuantizer as RuleQuantizer
 from .reporting.build_report import (
     assert_lowered as assert_lowered,

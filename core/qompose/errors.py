@@ -97,7 +97,7 @@ class AnnotationConflictError(UserError, RuntimeError):
         self.earlier, self.later, self.node, self.change = earlier, later, node, change
         super().__init__(
             f"Quantizer {later!r} {change} the annotation that quantizer {earlier!r} put on node "
-            f"{node!r}. Restrict one of them (for example set_module_name(..., None)), change their "
+            f"{node!r}. Restrict one of them (set_module_name(..., None), or qompose.restrict), change their "
             'order, or compose with on_conflict="first" to keep the earlier one.'
         )
 

@@ -21,7 +21,7 @@ from qompose.calibration.statistics_data import Statistics
 from qompose.conversion.convert import convert_pt2e
 from qompose.errors import QomposeWarning, TargetError, UserError
 from qompose.lowering.compilation import CompiledModel, compile_lowered
-from qompose.lowering.lower_regions import lower
+from qompose.lowering.lower_regions import check_target, lower
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import compose
@@ -150,6 +150,7 @@ def quantize(
         else _export(model, example_inputs, dynamic_shapes)
     )
     prepared = prepare_pt2e(exported, quantizer, strict=strict)
+    check_target(prepared, target, strict=strict)
     if calibration is not None:
         calibrate(prepared, calibration, transform=transform, progress=progress)
     converted = convert_pt2e(prepared)

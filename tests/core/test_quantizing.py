@@ -12,10 +12,11 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizedModel, UserError
-from qompose.errors import TargetError
+from qompose.errors import NotLoweredError, TargetError
 from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
+from tests.core.quantizer.interop.foreign import Foreign, Tanhs
 from tests.core.toy import LINEAR, Model, export, randn, seeded, toy
 
 X = randn(6, 3)
@@ -112,3 +113,33 @@ def test_compile_keeps_what_it_made_by_mode() -> None:
         result.compile("fast")
     assert [*result.compiled] == ["default"]
     torch._dynamo.reset()
+
+
+def never() -> Any:
+    raise AssertionError("data was read")
+    yield
+
+
+class TestWhatIsKnownBeforeData:
+    """What lowering would refuse whatever the data is refused before they are read."""
+
+    @pytest.mark.parametrize(
+        ("backends", "options", "error"),
+        [
+            pytest.param([Foreign()], {}, TargetError, id="nobody has kernels"),
+            pytest.param([toy(LINEAR)], {"target": "troch"}, TargetError, id="misspelt"),
+            pytest.param([Tanhs(), toy(LINEAR)], {"strict": True}, NotLoweredError, id="strict"),
+        ],
+    )
+    def test_it_is_refused(self, backends: Any, options: Any, error: type[Exception]) -> None:
+        model = Model(lambda m, x: m.linear(x).tanh(), linear=nn.Linear(3, 4))
+        with pytest.raises(error):
+            qompose.quantize(model, (X,), backends=backends, calibration=never(), **options)
+
+    def test_a_member_without_kernels_is_only_warned_of(self) -> None:
+        model = Model(lambda m, x: m.linear(x).tanh(), linear=nn.Linear(3, 4))
+        with pytest.warns(qompose.QomposeWarning, match="only annotates"):
+            result = qompose.quantize(
+                model, (X,), backends=[Tanhs(), toy(LINEAR)], calibration=[(X,)]
+            )
+        assert [row.state for row in result.report.rows] == ["int8 kernel", "simulated (Q/DQ)"]

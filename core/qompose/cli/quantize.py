@@ -62,7 +62,7 @@ def _quantize(options: Namespace, results: Results) -> int:
     from qompose.calibration.statistics_data import Statistics
     from qompose.cli.calibration_data import program_inputs
     from qompose.conversion.convert import convert_pt2e
-    from qompose.lowering.lower_regions import lower
+    from qompose.lowering.lower_regions import check_target, lower
     from qompose.preparation.prepare import prepare_pt2e
     from qompose.reporting.build_report import report
     from qompose.storage.pt2_archive import load_program
@@ -74,6 +74,7 @@ def _quantize(options: Namespace, results: Results) -> int:
     inputs = program_inputs(program)
     batches = read_data(options, inputs) if options.statistics is None else []
     prepared = prepare_pt2e(program, quantizer, strict=options.strict)
+    check_target(prepared, options.target, strict=options.strict)
     run_data(prepared, batches, inputs, options)
     if options.statistics is not None:
         Statistics.load(options.statistics).apply(prepared)

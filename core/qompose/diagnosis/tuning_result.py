@@ -18,8 +18,9 @@ from qompose.errors import ConfigError, UserError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, Codec, codecs_of, record
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import ComposableQuantizer, Restrained, quantizer_from_dict
+from qompose.quantizer.composition import ComposableQuantizer, quantizer_from_dict
 from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.restriction import Restricted
 from qompose.quantizer.rule_quantizer import RuleQuantizer, selectors_from_data, selectors_to_data
 from qompose.spec.selectors import (
     Selectors,
@@ -290,7 +291,7 @@ def excluding(quantizer: Quantizer, settings: Iterable[Setting]) -> Quantizer:
     """Return a quantizer with settings that say float, set on every member; the quantizer stays as it is.
 
     All members get them: what one leaves in float, the next would take. One that has no selectors, because
-    it is code or of another engine, is not heard there (`qompose.quantizer.composition`).
+    it is code or of another engine, is restricted (`qompose.quantizer.restriction`).
     """
     listed = list(settings)
     return with_settings(quantizer, {label: listed for label, _ in quantizer.labelled_members})
@@ -318,10 +319,10 @@ def _with_settings(
     listed = by_member.get(next(labels), ())
     if not listed:
         return quantizer
-    if isinstance(quantizer, Restrained):
-        return quantizer.also(listed)
+    if isinstance(quantizer, Restricted):
+        return quantizer.without(listed)
     if not isinstance(quantizer, RuleQuantizer):
-        return Restrained(quantizer, listed)
+        return Restricted(quantizer, listed)
     selectors = quantizer.selectors
     for setting in listed:
         selectors.set(setting)

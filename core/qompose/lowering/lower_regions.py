@@ -52,6 +52,9 @@ def lower(
 ) -> Any:
     """Replace each quantized region by its owner's kernel for `target`, and take the target's last step.
 
+    Regions of members that only annotate, such as quantizers of other engines, stay quantize and dequantize
+    operators beside the kernels of the others; a warning and the report name them.
+
     Args:
         converted: a converted model; or several, by name, that become the methods of one program.
         target: the name of a runtime: "torch", or one that a backend brings.
@@ -62,8 +65,8 @@ def lower(
 
     Raises:
         StageError: the model was not converted.
-        TargetError: a member has no kernels for the target, or its runtime is missing, or has no programs
-            of several methods.
+        TargetError: a backend has no kernels for the target, all members only annotate, or the target's
+            runtime is missing, or has no programs of several methods.
         NotLoweredError: `strict`, and a region found no kernel.
         UserError: models have names that methods cannot have.
     """
@@ -167,56 +170,82 @@ TORCH_TARGET = Target("torch", _in_process, finish_methods=_each_in_process)
 
 
 def find_target(name: str, record: Record) -> Target:
-    """Return the target that the owners of a model's claims share.
+    """Return the target that the owners of a model's claims share; those that only annotate do not count.
 
     Raises:
-        TargetError: an owner has no kernels for it, or cannot run here; no member brings the runtime, or
-            it is missing here.
+        TargetError: an owner has no kernels for it, or cannot run here; all owners only annotate; no member
+            brings the runtime, or it is missing here.
         MemberError: a backend or a target fails when it is asked whether it can run here.
     """
     known = {TORCH_TARGET.name: TORCH_TARGET}
     for backend in record.backends.values():
         known.update({target.name: target for target in backend.targets})
     owners = {claim.owner for claim in record.plan.claims}
-    tables = [backend for owner, backend in record.backends.items() if owner in owners]
-    if name not in {*known}.union(*map(_targets, tables)):
+    tables = {owner: b for owner, b in record.backends.items() if owner in owners}
+    if name not in {*known}.union(*map(_targets, tables.values())):
         close = near_names(str(name), known)
         raise TargetError(
             f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
             "A runtime of another backend takes part where that backend is a member."
         )
-    lacking = [
-        f"{owner} has kernels for {_list(_targets(record.backends.get(owner)))}"
-        f"{'' if owner in record.backends else ' (it annotates only: run the converted model)'}"
-        for owner in sorted(owners)
-        if name not in _targets(record.backends.get(owner))
-    ]
-    if name not in known or lacking:
-        lacks = "; ".join(lacking) or f"no member brings the runtime {name!r}"
+    if owners and not tables:
         raise TargetError(
-            f"This composition cannot be lowered to {name!r}: {lacks}. "
-            f"Targets that all members share: {_list(_shared(record, owners, known))}."
+            f"This composition cannot be lowered to {name!r}: {_list(owners)} {_ONLY_ANNOTATES}, so nothing "
+            "has a kernel here. Run or export the converted model instead."
         )
+    if name not in known or any(name not in _targets(backend) for backend in tables.values()):
+        raise TargetError(_lacking(name, tables, known))
     bringers = (b.name for b in record.backends.values() if known[name] in b.targets)
     problem = obstacle(known[name], f"target {name!r} of {next(bringers, 'qompose')}")
     if problem:
         raise TargetError(f"The target {name!r} cannot be used here: {problem}")
-    for owner in sorted(owners):
-        problem = obstacle(record.backends[owner], f"backend {owner!r}")
+    for owner, backend in sorted(tables.items()):
+        problem = obstacle(backend, f"backend {owner!r}")
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
 
 
-def _targets(backend: Backend | None) -> set[str]:
-    if backend is None:
-        return set()
+_ONLY_ANNOTATES = "only annotates"
+_WITHOUT_KERNELS = f"its quantizer {_ONLY_ANNOTATES}, and has no kernels"
+
+
+def _lacking(name: str, tables: Mapping[str, Backend], known: Mapping[str, Target]) -> str:
+    """Say which owners of claims have no kernels for a target, and which targets all of them share."""
+    lacks = "; ".join(
+        f"{owner} has kernels for {_list(_targets(backend))}"
+        for owner, backend in sorted(tables.items())
+        if name not in _targets(backend)
+    )
+    shared = set(known).intersection(*map(_targets, tables.values()))
+    return (
+        f"This composition cannot be lowered to {name!r}: "
+        f"{lacks or f'no member brings the runtime {name!r}'}. "
+        f"Targets that all members share: {_list(shared)}."
+    )
+
+
+def check_target(prepared: GraphModule, target: str, *, strict: bool = False) -> None:
+    """Raise where `lower` of what becomes of a prepared model would, as far as that is known before data.
+
+    Raises:
+        TargetError, MemberError: the target cannot be used; see `find_target`.
+        NotLoweredError: `strict`, and a member has no kernels at all.
+    """
+    record = record_of(prepared, stages=("prepared",), function="quantize", remedy="")
+    find_target(target, record)
+    if strict:
+        plan = record.plan
+        fallbacks = {
+            number: _WITHOUT_KERNELS
+            for number, claim in enumerate(plan.claims)
+            if claim.owner not in record.backends
+        }
+        say_what_fell_back(replace(record, target=target, fallbacks=fallbacks), strict=True)
+
+
+def _targets(backend: Backend) -> set[str]:
     return {target for rule in backend.rules for target in rule.kernels}
-
-
-def _shared(record: Record, owners: set[str], known: Mapping[str, Target]) -> set[str]:
-    sets = [_targets(record.backends.get(owner)) for owner in owners]
-    return set(known).intersection(*sets)
 
 
 def _list(names: set[str]) -> str:
@@ -241,14 +270,16 @@ def replace_regions(
     for number, claim in enumerate(record.plan.claims):
         if number in record.dropped:
             continue
-        rule = record.backends[claim.owner].rule(claim.rule)
+        backend = record.backends.get(claim.owner)
+        rule = backend.rule(claim.rule) if backend else None
         kernel = rule.kernels.get(target) if rule else None
         if _is_dead(regions[number]):
             fallbacks[number] = UNREAD
             kept.difference_update(regions[number])
             continue
         if kernel is None:
-            fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
+            lacks = f"rule {claim.rule} has no kernel for {target}"
+            fallbacks[number] = lacks if backend else _WITHOUT_KERNELS
             continue
         try:
             used, replaced = _first_that_fits(number, claim, regions[number], kernel, shared)

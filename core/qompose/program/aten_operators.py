@@ -172,7 +172,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
         SelectorError: it is not a function of torch, or torch computes it with several operators.
     """
     name = getattr(function, "__name__", "")
-    if not callable(function) or not name or _home(function).partition(".")[0] not in _MODULES:
+    if not name or not is_torch_function(function):
         raise SelectorError(f"expected a function of torch, got {function!r}")
     names = _names_of(name, in_python=_home(function) in ("_operator", "operator"))
     found = {
@@ -187,6 +187,13 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
             "(torch.ops.aten...), or the module that calls it"
         )
     return frozenset(found)
+
+
+def is_torch_function(candidate: object) -> bool:
+    """Tell whether a function or operator is torch's, or one of `operator`."""
+    if isinstance(candidate, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    return callable(candidate) and _home(candidate).partition(".")[0] in _MODULES
 
 
 def _names_of(name: str, *, in_python: bool) -> tuple[str, ...]:

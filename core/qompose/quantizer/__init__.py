@@ -9,6 +9,7 @@ from qompose.quantizer.composition import (
     quantizer_from_json,
     quantizer_of,
 )
+from qompose.quantizer.restriction import restrict
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "quantizer_from_dict",
     "quantizer_from_json",
     "quantizer_of",
+    "restrict",
 ]

@@ -50,13 +50,14 @@ def compose_claims(
     for label, propose in members:
         proposal = _asked(label, propose, model, arbiter.result.chosen, on_conflict)
         arbiter.hear([replace(claim, owner=label) for claim in proposal.claims])
+        arbiter.withdrawn += [replace(claim, owner=label) for claim in proposal.withdrawn]
         arbiter.mark(label, proposal)
         arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
     arbiter.refuse_what_nobody_reads()
     arbiter.drop_orphans()
-    arbiter.result.chosen = inherit_specs(arbiter.result.chosen, arbiter.lost)
+    arbiter.result.chosen = inherit_specs(arbiter.result.chosen, arbiter.fallen)
     arbiter.drop_orphans()  # what was inherited may be derived, too
     return arbiter.result
 
@@ -80,6 +81,12 @@ class _Arbiter:
         self.quantized: dict[str, set[str]] = {}  # value name -> owners for whom it is quantized
         self.waiting: list[Claim] = []
         self.lost: list[Claim] = []
+        self.withdrawn: list[Claim] = []  # never decided about
+
+    @property
+    def fallen(self) -> list[Claim]:
+        """Return the claims that others may refer to in vain."""
+        return [*self.lost, *self.withdrawn]
 
     def hear(self, claims: Sequence[Claim]) -> None:
         """Decide on one member's claims, which come in the order of its rules."""
@@ -212,7 +219,7 @@ class _Arbiter:
 
         A claim that has nothing left falls, and those that lost to it are decided about again.
         """
-        reasons = unresolved(self.result.chosen, self.lost)
+        reasons = unresolved(self.result.chosen, self.fallen)
         fallen = []
         for number, claim in enumerate(self.result.chosen if reasons else ()):
             specs = tuple(spec for spec in claim.specs if spec.point not in reasons)

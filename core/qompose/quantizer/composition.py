@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,23 +15,19 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities
 from qompose.backend.discovery import load_backend
 from qompose.errors import ConfigError, PluginError, UserError, blaming
-from qompose.program.control_flow import nodes_in
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.interop.hook_guard import HookGuard, forbid_observer_edits
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
-from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
     Claim,
     Composition,
     Proposal,
-    Rejection,
     is_loss,
     most_telling,
 )
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
-from qompose.spec.selectors import Selectors, Setting
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -332,84 +327,3 @@ def _settings(member: Quantizer) -> object | None:
         return member.to_dict()
     except ConfigError:  # a function decides, and functions cannot be compared
         return None
-
-
-class Restrained(Quantizer):
-    """A quantizer whose claims are not heard where settings say float; all else is its own.
-
-    Args:
-        member: any quantizer that annotates: of another engine, or code.
-        settings: selectors that leave operators in float.
-    """
-
-    def __init__(self, member: Quantizer, settings: Iterable[Setting]) -> None:
-        super().__init__()
-        self.member, self.settings = member, tuple(settings)
-        self.rewrites, self.on_conflict = member.rewrites, member.on_conflict
-        self.expects_folded = member.expects_folded
-        self._assignment: Assignment | None = None
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    def also(self, settings: Iterable[Setting]) -> Restrained:
-        """Return a quantizer with more settings."""
-        return Restrained(self.member, (*self.settings, *settings))
-
-    def bound(self, exported: GraphModule) -> Self:
-        copied = copy.copy(self)
-        copied.member, copied._is_bound = self.member.bound(exported), True
-        copied._assignment = Assignment(Selectors(list(self.settings)), exported)
-        return copied
-
-    def start(self) -> None:
-        self.member.start()
-
-    def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
-    ) -> Proposal:
-        """Return the member's claims but for those that cover an operator which a setting leaves in float."""
-        assignment = self._assignment or self.bound(model)._assignment
-        assert assignment is not None
-        proposal = self.member.propose(model, taken, on_conflict)
-        nodes = {node.name: node for node in nodes_in(model)}
-        kept, refused = [], list(proposal.rejections)
-        for claim in proposal.claims:
-            chosen = (assignment.select(nodes[name]) for name in claim.nodes)
-            by = next((selection.selector for selection in chosen if selection.selected), None)
-            if by is None:
-                kept.append(claim)
-            else:
-                refused.append(
-                    Rejection(claim.owner, claim.rule, claim.nodes, f"left in float by {by}")
-                )
-        return replace(proposal, claims=kept, rejections=refused)
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        if type(self.member).transform_for_annotation is Quantizer.transform_for_annotation:
-            return super().transform_for_annotation(model)
-        return self.member.transform_for_annotation(model)
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        return annotate_for_torchao(model, self)
-
-    def validate(self, model: GraphModule) -> None:
-        self.member.validate(model)
-
-    def prepare_obs_or_fq_callback(
-        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
-    ) -> None:
-        self.member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
-
-    def check_program(self, exported: GraphModule) -> list[str]:
-        return self.member.check_program(exported)
-
-    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
-        return self.member.objection_to_rewrite(claim, nodes)
-
-    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
-        return self.member.objection_to_spec(claim, spec)
-
-    def quantization_capabilities(self) -> Capabilities:
-        return self.member.quantization_capabilities()

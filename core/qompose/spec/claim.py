@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -214,13 +214,14 @@ class Proposal:
     """All that one quantizer says of one program.
 
     `marks` are entries of nodes' meta that the quantizer wrote for later tools, by node; they go with its
-    claims.
+    claims. `withdrawn` are claims that it may not make; others of its claims may refer to them.
     """
 
     claims: list[Claim] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    withdrawn: Sequence[Claim] = ()
 
 
 @dataclass

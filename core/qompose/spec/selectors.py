@@ -33,7 +33,7 @@ from torch import nn
 from torch.fx import Node
 
 from qompose.errors import SelectorError
-from qompose.program.aten_operators import aten_operators
+from qompose.program.aten_operators import aten_operators, is_torch_function
 from qompose.spec.quantization_spec import QuantizationConfig
 
 GLOBAL, TYPE, REGEX, FILTER = "global", "object type", "module name regex", "filter"
@@ -182,7 +182,7 @@ def for_kind(kind: Kind, config: QuantizationConfig | None) -> Setting:
     return Setting(TYPE, kind, config, f"type {kind.label}")
 
 
-def for_regex(regex: str, config: QuantizationConfig | None) -> Setting:
+def for_regex(regex: object, config: QuantizationConfig | None) -> Setting:
     """Return the setting of the modules whose path an expression matches (`compiled`).
 
     Raises:
@@ -265,6 +265,35 @@ def for_subgraph(
     key = Subgraph(*ends)
     label = f"subgraph from {', '.join(key.inputs)} to {', '.join(key.outputs)}"
     return Setting(SUBGRAPH, key, config, label)
+
+
+def setting_of(entry: object, config: QuantizationConfig | None) -> Setting:
+    """Return the setting that one entry of a list of selectors stands for, by its type.
+
+    Args:
+        entry: the path of a module, a compiled regular expression of such paths, a module type, an aten
+            operator, a function of torch, or any other function as a predicate of a node.
+
+    Raises:
+        SelectorError: it is none of these.
+    """
+    if isinstance(entry, str):
+        return for_name(entry, config)
+    if isinstance(entry, re.Pattern):
+        return for_regex(_with_flags(entry), config)
+    if callable(entry) and not isinstance(entry, type) and not is_torch_function(entry):
+        return for_filter(entry, config)
+    return for_kind(kind_of(entry), config)
+
+
+def _with_flags(pattern: re.Pattern[Any]) -> object:
+    """Return the text of a compiled expression, with its flags in front."""
+    text = pattern.pattern
+    if not isinstance(text, str):
+        return text
+    letters = "".join(letter for letter in "aimsx" if pattern.flags & re.RegexFlag[letter.upper()])
+    written = _FLAGS.match(text)
+    return f"(?{letters}){text[written.end() if written else 0 :]}" if letters else text
 
 
 def _names(names: object) -> tuple[Any, ...]:

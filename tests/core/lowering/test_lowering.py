@@ -24,6 +24,7 @@ from qompose.errors import ConfigError, MemberError, NotLoweredError, TargetErro
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.quantizer.interop import foreign
 from tests.core.toy import (
     CAT,
     LINEAR,
@@ -293,6 +294,39 @@ def test_members_that_share_no_target_are_told_apart() -> None:
     for target, other in (("torch", "second .* device"), ("device", "first .* torch")):
         with pytest.raises(TargetError, match=other):
             qompose.lower(converted, target)
+
+
+def takes_second(model: GraphModule) -> None:
+    linear = torch.ops.aten.linear.default
+    _, second = (node for node in model.graph.nodes if node.target is linear)
+    second.meta[foreign.KEY] = foreign.Annotation(foreign.edges(second, foreign.INT8), foreign.INT8)
+
+
+class TestMembersThatOnlyAnnotate:
+    """A quantizer of another engine has no kernels: the others' are lowered all the same."""
+
+    mixed = staticmethod(lambda: qompose.compose(foreign.By(takes_second), toy(LINEAR)))
+
+    def test_their_regions_stay_simulated_with_that_reason(self) -> None:
+        converted = convert(PROGRAM, self.mixed(), X)
+        with pytest.warns(QomposeWarning, match=r"linear_1 .*tests\.By.*only annotates"):
+            lowered = qompose.lower(converted)
+        rows = {row.name: (row.state, row.reason) for row in qompose.report(lowered).rows}
+        assert rows["linear"][0] == "int8 kernel"
+        assert rows["linear_1"][0] == "simulated (Q/DQ)" and "only annotates" in rows["linear_1"][1]
+        assert torch.equal(lowered(X), converted(X))
+        with pytest.raises(NotLoweredError, match="linear_1"):
+            qompose.lower(converted, strict=True)
+
+    def test_the_target_must_suit_the_others(self) -> None:
+        converted = convert(PROGRAM, self.mixed(), X)
+        with pytest.raises(TargetError, match="'device'"):
+            qompose.lower(converted, "device")
+
+    def test_where_nobody_has_kernels_nothing_can_be_lowered(self) -> None:
+        converted = convert(PROGRAM, foreign.By(takes_second), X)
+        with pytest.raises(TargetError, match=r"tests\.By only annotates"):
+            qompose.lower(converted)
 
 
 def test_a_model_without_claims_lowers_to_itself() -> None:

@@ -19,7 +19,7 @@ from qompose import ComposableQuantizer, Quantizer, UserError
 from qompose.backend import OperatorPattern
 from qompose.errors import ConfigError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.quantizer.composition import Restrained
+from qompose.quantizer.restriction import Restricted
 from qompose.spec.claim import Claim
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -169,14 +169,14 @@ def test_questions_reach_the_members(name: str) -> None:
 HOOKS = ("annotate", "transform_for_annotation", "validate", "prepare_obs_or_fq_callback")
 
 
-@pytest.mark.parametrize("place", ["alone", "composed", "restrained"])
+@pytest.mark.parametrize("place", ["alone", "composed", "restricted"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_member_that_raises_is_named(hook: str, place: str) -> None:
     def fail(*args: Any) -> Any:
         raise ZeroDivisionError("oops")
 
     member = type("Failing", (NullQuantizer,), {hook: fail, "name": "failing"})()
-    member = Restrained(member, []) if place == "restrained" else member
+    member = Restricted(member, []) if place == "restricted" else member
     with pytest.raises(MemberError, match=hook) as caught:
         prepare(PROGRAM, member if place == "alone" else qompose.compose(toy(LINEAR), member))
     assert place == "alone" or "failing" in str(caught.value)
@@ -324,12 +324,12 @@ class TestState:
             assert plan_of(again) == plan_of(fresh)
 
 
-def test_a_restrained_member_keeps_the_order_of_its_claims() -> None:
+def test_a_restricted_member_keeps_the_order_of_its_claims() -> None:
     member = toy(SIGMOID, LINEAR)
     (_, setting) = toy().set_module_name("head", None).selectors.settings
     proposals = [
         quantizer.bound(model := PROGRAM.module()).propose(model, ())
-        for quantizer in (member, Restrained(member, [setting]))
+        for quantizer in (member, Restricted(member, [setting]))
     ]
     own, kept = ([claim.nodes for claim in proposal.claims] for proposal in proposals)
     assert own == [("sigmoid",), ("linear",), ("linear_1",)] and kept == own[:2]
