@@ -51,6 +51,18 @@ class Scheme:
         return fake_quantize(x, scale, zero_point, self.low, self.high)
 
 
+@dataclass(frozen=True)
+class RoundedWeight:
+    """A weight, or some of its rows, and what it is going to be once it is quantized.
+
+    `by_row` tells that each row is quantized by itself.
+    """
+
+    values: Tensor
+    quantize: FakeQuantize
+    by_row: bool
+
+
 _PER_TENSOR = {
     torch.per_channel_affine: torch.per_tensor_affine,
     torch.per_channel_symmetric: torch.per_tensor_symmetric,
@@ -167,19 +179,18 @@ class Calibrated:
 
         return Scheme(low, high, choose, per_row=getattr(spec, "block_size", None) is not None)
 
-    def weights(self, names: Sequence[str]) -> Iterator[tuple[Tensor, FakeQuantize]]:
+    def weights(self, names: Sequence[str]) -> Iterator[RoundedWeight]:
         """Yield weights with the factors decided so far, each with the way it is going to be quantized.
 
-        Each has the shape of its parameter, or some of its rows.
         Those with a scale per row come in parts of some rows, so that no large copy is ever held.
         """
         for name in names:
             number, weight = self.weight_group(name), self.factors.constant(name)
             quantize = self._weight_quantizer(number)
             if is_per_channel(self.plan.groups[number]):
-                yield from ((rows, quantize) for _, _, rows in in_rows(weight))
+                yield from (RoundedWeight(rows, quantize, True) for _, _, rows in in_rows(weight))
             else:
-                yield weight, quantize
+                yield RoundedWeight(weight, quantize, False)
 
     def _weight_quantizer(self, number: int) -> FakeQuantize:
         """Return what a weight of a group is going to be once it is quantized, per row."""

@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from qompose.algorithms.calibrated import FakeQuantize, Scheme
+from qompose.algorithms.calibrated import RoundedWeight, Scheme
 from qompose.algorithms.channel_factors import Factors
 from qompose.observers.auto_range import measured_against
 from qompose.observers.channel_ranges import ChannelSample
@@ -39,7 +39,7 @@ Error = Callable[[Tensor, Tensor, Tensor], float]
 
 def input_factors(
     channels: ChannelSample,
-    products: Sequence[tuple[Tensor, FakeQuantize]],
+    products: Sequence[RoundedWeight],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
     needed: float | None = None,
@@ -55,35 +55,34 @@ def input_factors(
     sample, in the size of that row (`qompose.observers.auto_range`).
 
     Args:
-        products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
+        products: weights, shape `(out, C, ...)`, or some of their rows.
         qparams: scale and zero point without factors; None where they are chosen at run time.
         needed: how many times smaller the error has to become; None where it has to be worth its time.
         alpha: the only exponent to try, with the median.
         expected: magnitudes that the range has to hold besides what was seen, by channel, `(C,)`.
     """
-    heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
-        0
-    )
+    weights = [product.values for product in products]
+    heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w in weights]).amax(0)
 
     def size(seen: ChannelSample, exponent: float) -> Tensor:
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
-    outputs = sum(weight.numel() // weight.shape[1] for weight, _ in products)
-    spread = slice(None, None, max(1, outputs // _JUDGED))
+    work = [weight.numel() // weight.shape[1] for weight in weights]
+    judged = [_Outputs.of(product, max(1, sum(work) // _JUDGED)) for product in products]
 
     def error_on(held: ChannelSample) -> Error:
-        exact = [held.rows @ _taps(weight)[spread].T for weight, _ in products]
+        exact = [held.rows @ outputs.weight().T for outputs in judged]
         sizes = [measured_against(rows.square().sum(1), held.weights) for rows in exact]
 
         def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
             quantized = scheme.simulate(held.rows / factors, scale, zero_point)
-            found = (quantized @ _taps(_scaled(*p, factors))[spread].T for p in products)
+            found = (quantized @ outputs.rounded(factors).T for outputs in judged)
             return sum(map(partial(_relative, held), exact, found, sizes))
 
         return error
 
     if needed is None:
-        needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
+        needed = _needed_gain(work)
     search = _Search(channels, size, scheme, qparams, error_on, expected)
     return search.best(
         needed, *((_EXPONENTS, _LEVELS) if alpha is None else ((alpha,), (_MEDIAN,)))
@@ -103,9 +102,37 @@ def _needed_gain(work: Iterable[int]) -> float:
     return _LEAST_GAIN * math.sqrt(max(1.0, _PLENTY_OF_WORK / max(sum(work), 1)))
 
 
-def _scaled(weight: Tensor, quantize: FakeQuantize, factors: Tensor) -> Tensor:
-    """Return a weight that takes up the factors of its inputs, as it is going to be quantized."""
-    return quantize(weight * along(factors, 1, weight.dim()))
+@dataclass(frozen=True)
+class _Outputs:
+    """Outputs of a product on which an error is measured; a convolution's taps count as outputs.
+
+    Attributes:
+        product: those rows of its weight that they need; all where rows are not quantized by themselves.
+        places: of the outputs, among all that `product` gives.
+    """
+
+    product: RoundedWeight
+    places: Tensor
+
+    @classmethod
+    def of(cls, product: RoundedWeight, apart: int) -> _Outputs:
+        """Return every so manyth output."""
+        values = product.values
+        taps = max(1, values.numel() // (values.shape[0] * values.shape[1]))
+        places = torch.arange(0, len(values) * taps, apart, device=values.device)
+        if not product.by_row:
+            return cls(product, places)
+        rows, within = torch.unique(places // taps, return_inverse=True)
+        return cls(replace(product, values=values[rows]), within * taps + places % taps)
+
+    def weight(self) -> Tensor:
+        """Return what they multiply the channels by, `(outputs, C)`."""
+        return _taps(self.product.values)[self.places]
+
+    def rounded(self, factors: Tensor) -> Tensor:
+        """Return the same of the weight that takes up factors, as it is going to be quantized."""
+        values = self.product.values
+        return _taps(self.product.quantize(values * along(factors, 1, values.dim())))[self.places]
 
 
 def _relative(held: ChannelSample, exact: Tensor, found: Tensor, sizes: Tensor) -> float:

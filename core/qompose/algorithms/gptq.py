@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,9 +184,8 @@ class _Rounding:
         return max(gains.items(), key=lambda item: item[1])
 
     def _held_back(self, form: _Form, first: Inputs, second: Inputs) -> float:
-        return self.error(self.rounded(first, form), second) + self.error(
-            self.rounded(second, form), first
-        )
+        by_first, by_second = self.rounded((first, second), form)
+        return self.error(by_first, second) + self.error(by_second, first)
 
     def nearest(self) -> Tensor:
         """Return the nearest integers, as floats."""
@@ -196,14 +196,18 @@ class _Rounding:
         """Return the squared error of the product."""
         return inputs.error((integers - self.zero_point) * self.step - self.weight)
 
-    def rounded(self, inputs: Inputs, form: _Form) -> Tensor:
-        """Return integers, as floats, in the shape of the weight."""
-        values = [v.transpose(1, 2) for v in (self.weight, self.step, self.zero_point)]
-        parts = [
-            _rounded([v[:, columns] for v in values], inputs.moments(columns), self.q, form)
-            for columns in _together(inputs.channels)
-        ]
-        return torch.cat(parts, dim=1).transpose(1, 2)
+    def rounded(self, inputs: Sequence[Inputs], form: _Form) -> Sequence[Tensor]:
+        """Return integers by each of the inputs, as floats, in the shape of the weight.
+
+        All are rounded side by side: what takes time is the number of columns.
+        """
+        weights = (self.weight, self.step, self.zero_point)
+        values = [v.transpose(1, 2).repeat(len(inputs), 1, 1) for v in weights]
+        parts = []
+        for columns in _together(inputs[0].channels):
+            moments = torch.cat([known.moments(columns) for known in inputs])
+            parts.append(_rounded([v[:, columns] for v in values], moments, self.q, form))
+        return torch.cat(parts, dim=1).transpose(1, 2).chunk(len(inputs))
 
     def integers(self, inputs: Inputs, form: _Form) -> Tensor:
         """Return the integers in the shape of the parameter."""
@@ -212,7 +216,7 @@ class _Rounding:
             self.reader.weight.shape, dtype=self.q.dtype, device=self.weight.device
         )
         groups, outputs, channels, taps = self.shape
-        found = self.rounded(inputs, form)
+        (found,) = self.rounded((inputs,), form)
         if self.together:
             found = found.reshape(self.shape)
         else:
@@ -236,41 +240,56 @@ def _rounded(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form)
         moments: `(groups, columns, columns)`.
     """
     order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    inverse = _inverse_root(_permuted(moments, order), form.believed)
-    relative = inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]
+    handed_on = _handed_on(_permuted(moments, order), form.believed)
     places = order[:, :, None].expand_as(values[0])
-    left, step, zero_point = (v.gather(1, places) for v in values)
-    inside = (left / step).add_(zero_point).clamp_(q.low, q.high)
-    least, most = inside.floor(), inside.ceil()
-    if not form.near:
-        least, most = least.fill_(q.low), most.fill_(q.high)
-    found, errors = inside, torch.empty_like(left)
-    for first in range(0, left.shape[1], _BLOCK):
-        last = min(first + _BLOCK, left.shape[1])
+    weight, step, zero_point = (v.gather(1, places) for v in values)
+    inside = (weight / step).add_(zero_point).clamp_(q.low, q.high)
+    bounds = [(q.low, q.high)] * weight.shape[1] if not form.near else _next_to(inside)
+    known = torch.addcmul(weight, zero_point, step)  # what an integer times its step is taken from
+    left, found, errors = weight, inside, torch.empty_like(weight)
+    each = [
+        *zip(
+            *(v.unbind(1) for v in (left, step, zero_point, known, found, errors)),
+            bounds,
+            strict=True,
+        )
+    ]
+    for first in range(0, len(each), _BLOCK):
+        last = min(first + _BLOCK, len(each))
+        left[:, first:last] += handed_on[:, :first, first:last].transpose(1, 2) @ errors[:, :first]
         for at in range(first, last):
-            exact = left[:, at] / step[:, at] + zero_point[:, at]
-            integers = exact.round().clamp_(least[:, at], most[:, at])
-            error = left[:, at] - (integers - zero_point[:, at]) * step[:, at]
-            left[:, at + 1 : last] -= relative[:, at, at + 1 : last, None] * error[:, None]
-            found[:, at], errors[:, at] = integers, error
-        left[:, last:] -= relative[:, first:last, last:].transpose(1, 2) @ errors[:, first:last]
+            value, size, zero, of, integers, error, (least, most) = each[at]
+            torch.addcdiv(zero, value, size, out=integers).round_().clamp_(least, most)
+            torch.addcmul(of, integers, size, value=-1, out=error)
+            left[:, at + 1 : last].addcmul_(handed_on[:, at, at + 1 : last, None], error[:, None])
     return torch.empty_like(left).scatter_(1, places, found)
 
 
-def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    rows = matrix.gather(1, order[:, :, None].expand_as(matrix))
-    return rows.gather(2, order[:, None].expand_as(matrix))
+def _next_to(inside: Tensor) -> list[tuple[Any, Any]]:
+    """Return the integers on both sides of each column's values."""
+    return [*zip(inside.floor().unbind(1), inside.ceil().unbind(1), strict=True)]
 
 
-def _inverse_root(moments: Tensor, believed: float) -> Tensor:
-    """Return the upper triangular `U` with `U' U = H^-1`, for moments `H`, correlations believed in part.
+def _permuted(matrices: Tensor, order: Tensor) -> Tensor:
+    found = [
+        m.index_select(0, at).index_select(1, at) for m, at in zip(matrices, order, strict=True)
+    ]
+    return torch.stack(found)
 
-    It is computed of the correlations, whose smallest eigenvalue is the part that is not believed, at least:
-    float32 is enough.
+
+def _handed_on(moments: Tensor, believed: float) -> Tensor:
+    """Return the part of each column's error that is added to each later one, `(groups, K, K)`.
+
+    With `H = R R'` for an upper triangular `R` the squared error `E H E'` is that of `E R`, whose columns can
+    be made zero one after another: `E_j = - sum of E_i R_ij / R_jj`. That is what GPTQ does by the inverse of
+    `H`, and there is none to compute here. Correlations are believed in part; the smallest eigenvalue of what
+    is factorized is the part that is not believed, at least: float32 is enough.
     """
     sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=NOTHING).sqrt()
-    shrunk = believed * moments / (sizes[:, None] * sizes[:, :, None])
+    shrunk = (
+        moments.flip(1, 2).div_(sizes.flip(1)[:, None]).mul_(believed / sizes.flip(1)[:, :, None])
+    )
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(shrunk))
-    root: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return root / sizes[:, None]
+    root: Tensor = torch.linalg.cholesky(shrunk).flip(1, 2)
+    diagonal = root.diagonal(dim1=1, dim2=2)
+    return root.div_((diagonal * sizes)[:, None]).mul_(sizes[:, :, None])

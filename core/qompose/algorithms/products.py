@@ -19,7 +19,6 @@ from qompose.observers.auto_range import (
     AutoRangeObserver,
     Reader,
     measured_against,
-    squared_sizes,
 )
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
 from qompose.observers.input_sums import Columns, Window
@@ -558,7 +557,7 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
     if factors is not None and balance is not None and balance.side == INPUT:
         rows = rows / factors.values.to(rows.device)
-    sizes = squared_sizes(rows, reader.gram(rows.device))
+    sizes = reader.squared_sizes(rows)
     if not bool(sizes.isfinite().all()):
         raise NotChanged("squares of its input are beyond the largest number of float32")
     weights = sample.weights.to(rows.device, torch.float32)

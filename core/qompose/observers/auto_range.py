@@ -15,8 +15,9 @@ in choosing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,15 +58,24 @@ class Reader:
     groups: int = 1
     transposed: bool = False
 
-    def gram(self, device: torch.device) -> Tensor | None:
-        """Return `G`, `(groups, in / groups, in / groups)` in float32."""
+    def squared_sizes(self, rows: Tensor) -> Tensor:
+        """Return the squared size of what it makes of each row, `(N,)`."""
+        return self.measure(rows.device)(rows)
+
+    def measure(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return `squared_sizes`, to be called several times.
+
+        It goes by the products themselves, or by `G` where that has fewer columns than there are outputs.
+        """
         if self.weight is None:
-            return None
+            return _squared_sizes
         weight = self.weight.detach().to(device, torch.float32)
         weight = weight.reshape(*weight.shape[:2], -1)
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
         inputs = (grouped if self.transposed else grouped.transpose(1, 2)).flatten(2)
-        return inputs @ inputs.transpose(1, 2)
+        if inputs.shape[2] > inputs.shape[1]:
+            return partial(_squared_sizes, gram=inputs @ inputs.transpose(1, 2))
+        return partial(_squared_sizes, factor=inputs)
 
     @property
     def channels(self) -> int | None:
@@ -79,12 +89,17 @@ VALUES = Reader()
 """Who reads the values of a tensor themselves."""
 
 
-def squared_sizes(rows: Tensor, gram: Tensor | None) -> Tensor:
-    """Return the squared size of what a reader makes of each row, `(N,)`."""
-    if gram is None:
+def _squared_sizes(
+    rows: Tensor, gram: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return `x G x'` of each row, for `G`, a factor `F F'` of it, `(groups, in / groups, k)`, or 1."""
+    matrix = factor if gram is None else gram
+    if matrix is None:
         return rows.square().sum(1)
-    grouped = rows.reshape(len(rows), len(gram), -1).transpose(0, 1)
-    return ((grouped @ gram) * grouped).sum((0, 2)).clamp(min=0.0)
+    grouped = rows.reshape(len(rows), len(matrix), -1).transpose(0, 1)
+    product = grouped @ matrix
+    by = product if gram is None else grouped
+    return (product * by).sum((0, 2)).clamp(min=0.0)
 
 
 def measured_against(sizes: Tensor, weights: Tensor) -> Tensor:
@@ -232,20 +247,21 @@ class _Trial:
     rows: Tensor
     weights: Tensor
     half: Tensor
-    readers: Sequence[tuple[Tensor | None, Tensor]]
+    readers: Sequence[tuple[Callable[[Tensor], Tensor], Tensor]]
 
     @classmethod
     def of(cls, sample: RowSample, readers: Sequence[Reader]) -> _Trial:
         rows = sample.rows
         weights = sample.weights.to(rows.device, torch.float32)
         fitting = [r for r in readers if r.channels in (None, rows.shape[1])] or [VALUES]
-        grams = [reader.gram(rows.device) for reader in fitting]
-        against = [measured_against(squared_sizes(rows, gram), weights) for gram in grams]
-        return cls(rows, weights, sample.half.to(rows.device), [*zip(grams, against, strict=True)])
+        measures = [reader.measure(rows.device) for reader in fitting]
+        against = [measured_against(measure(rows), weights) for measure in measures]
+        seen = [*zip(measures, against, strict=True)]
+        return cls(rows, weights, sample.half.to(rows.device), seen)
 
     def errors(self, rounded: Tensor) -> tuple[float, float]:
         """Return the error of what is chosen by, and that of what is held back."""
         difference = rounded - self.rows
-        each = sum(squared_sizes(difference, gram) / against for gram, against in self.readers)
+        each = sum(measure(difference) / against for measure, against in self.readers)
         each = each * self.weights
         return float(each[~self.half].sum()), float(each[self.half].sum())

@@ -112,10 +112,10 @@ class MeanObserver(_SumObserver):
 
     def _add(self, x: Tensor) -> None:
         inner = [d for d in range(x.dim()) if d != self.dim % x.dim()]
-        exact = x.double()
-        self.largest = torch.maximum(self.largest, exact.abs().amax())
+        self.largest = torch.maximum(self.largest, x.abs().amax().double())
         limit = _ROOM / _STEPS / max(1, x.numel())
-        steps = (exact.nan_to_num(0.0).clamp(-limit, limit) * _STEPS).round_().to(torch.int64)
+        exact = x.to(torch.float64, copy=True).nan_to_num_(0.0).clamp_(-limit, limit)
+        steps = exact.mul_(_STEPS).round_().to(torch.int64)
         self.total = self.total + (steps.sum(inner) if inner else steps)
         self.count = self.count + x.numel() // len(self.total)
 

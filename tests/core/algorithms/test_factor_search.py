@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from qompose.algorithms import factor_search
-from qompose.algorithms.calibrated import Scheme
+from qompose.algorithms.calibrated import RoundedWeight, Scheme
 from qompose.observers.channel_ranges import ChannelSample
 from qompose.observers.min_max import MinMaxObserver
 from torch import Tensor
@@ -27,7 +27,10 @@ def rounded(weight: Tensor) -> Tensor:
 def found(x: Tensor, weight: Tensor, **options: Any) -> Any:
     ends, half = (x.amin(0), x.amax(0)), torch.arange(len(x)) % 2 == 1
     seen = ChannelSample(*ends, x, torch.ones(len(x)), half)
-    plain, products = SCHEME.choose(x.amin(), x.amax()), [(weight, rounded)]
+    plain, products = (
+        SCHEME.choose(x.amin(), x.amax()),
+        [RoundedWeight(weight, rounded, by_row=False)],
+    )
     return factor_search.input_factors(seen, products, SCHEME, plain, **options)
 
 

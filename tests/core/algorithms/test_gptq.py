@@ -190,7 +190,7 @@ def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
 def test_without_correlations_the_nearest_integers_are_taken(seed: int, channels: int) -> None:
     drawn = torch.randn(5, channels, generator=torch.Generator().manual_seed(seed))
     tried, rows = rounding(drawn, 0.3), input_rows(torch.diag(drawn[0]), 0.1)
-    assert torch.equal(tried.rounded(rows, NEAR), tried.nearest())
+    assert torch.equal(tried.rounded((rows,), NEAR)[0], tried.nearest())
 
 
 @pytest.mark.parametrize("together", [64, 2048], ids=["in parts", "together"])
@@ -203,9 +203,24 @@ def test_the_error_that_rows_give_is_never_much_larger(
     tried = rounding(torch.randn(200, channels, generator=generator), 0.3)
     rows = input_rows(torch.randn(64, channels, generator=generator) + 2)
     with mock.patch.object(gptq, "MOST_TOGETHER", together):
-        found = tried.rounded(rows, NEAR)
+        (found,) = tried.rounded((rows,), NEAR)
     assert tried.error(found, rows) < 1.1 * tried.error(tried.nearest(), rows)
     assert float(found.min()) >= -8 and float(found.max()) <= 7
+
+
+@given(st.integers(0, 1000), st.integers(2, 12), st.sampled_from([0.5, 0.9]))
+def test_a_column_takes_back_what_later_ones_cannot(
+    seed: int, channels: int, believed: float
+) -> None:
+    """Whatever errors the first columns have: its own makes the least of all that the rest can do."""
+    drawn = torch.randn(3 * channels, channels, generator=torch.Generator().manual_seed(seed))
+    moments = (drawn.T @ drawn).double()
+    handed_on = gptq._handed_on(moments[None].float(), believed)[0].double()
+    moments = believed * moments + (1 - believed) * moments.diagonal().diag()
+    for at in range(1, channels):
+        errors = drawn[0, :at].double()
+        rest = -torch.linalg.solve(moments[at:, at:], moments[at:, :at] @ errors)
+        assert torch.allclose(-errors @ handed_on[:at, at], rest[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

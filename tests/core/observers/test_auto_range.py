@@ -13,7 +13,7 @@ import torch
 from qompose import QuantizationConfig, activation_spec, weight_spec
 from qompose.errors import StatisticsError, UncalibratedError
 from qompose.observers import AutoRangeObserver, HistogramObserver, MinMaxObserver
-from qompose.observers.auto_range import WHOLE, Reader, measured_against, squared_sizes
+from qompose.observers.auto_range import WHOLE, Reader, measured_against
 from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
 from torch import Tensor, nn
@@ -76,8 +76,7 @@ def test_the_error_of_a_product_is_that_of_all_its_taps(
             taps = weight[group * outputs : (group + 1) * outputs].transpose(0, 1).flatten(1)
         wanted += (part @ taps).square().sum(1)
     assert reader.channels == 4
-    gram = reader.gram(rows.device)
-    assert torch.allclose(squared_sizes(rows, gram), wanted, rtol=1e-4)
+    assert torch.allclose(reader.squared_sizes(rows), wanted, rtol=1e-4)
 
 
 def test_small_rows_are_measured_against_the_mean() -> None:
