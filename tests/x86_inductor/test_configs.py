@@ -51,8 +51,12 @@ class TestNames:
             ({**WEIGHT_ONLY, "group_size": 64, "symmetric": True},
              "weight-only int4 groups of 64, weights symmetric"),
             ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
+            ({**WEIGHT_ONLY, "weight_qmin": -4, "weight_qmax": 3, "group_size": 32},
+             "weight-only int3 groups of 32"),
+            ({**WEIGHT_ONLY, "weight_qmin": -7, "group_size": 32},
+             "weight-only int8 groups of 32, weights [-7, 7]"),
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
-            ({"weight_qmin": -2, "weight_qmax": 1}, "static, weights [-2, 1]"),
+            ({"weight_qmin": -2, "weight_qmax": 1}, "static int2"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
             ({"weight_range": "mse"}, "static, weight range mse"),
             ({"algorithms": ["bias_correction"]}, "static, algorithms bias_correction"),
@@ -219,8 +223,8 @@ class TestWhatExcludesWhat:
         assert weights(CONFIG(weight_qmin=bounds[0], weight_qmax=bounds[1])) == bounds
 
     def test_when_it_is_set(self) -> None:
-        config = CONFIG(**WEIGHT_ONLY, group_size=32, weight_qmin=-7)
-        with pytest.raises(ConfigError, match="-7"):
+        config = CONFIG(**WEIGHT_ONLY, group_size=32, weight_qmin=-16, weight_qmax=15)
+        with pytest.raises(ConfigError, match="-16"):
             X86InductorQuantizer().set_global(config)
 
 

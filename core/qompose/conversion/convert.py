@@ -143,6 +143,7 @@ def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphMo
         kernels=_by_claim(record.plan, represented.replaced),
         fallbacks=_by_claim(record.plan, represented.left),
         bytes=state_bytes(converted),
+        file_bytes=state_bytes(converted, in_file=True),
     )
     return attach(converted, done)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.plan.plan import Operator, Rewrite
+from qompose.program.bit_fields import stored_size
 from qompose.program.control_flow import (
     LAYOUTS,
     bodies_of,
@@ -322,13 +323,12 @@ _MACS: dict[Any, Callable[[Node], int]] = {
 }
 
 
-def state_bytes(module: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, tied ones counted once."""
+def state_bytes(module: nn.Module, *, in_file: bool = False) -> int:
+    """Return the bytes of all parameters and buffers, in memory or in a file, tied ones counted once."""
+    size = stored_size if in_file else lambda tensor: tensor.numel() * tensor.element_size()
     seen: dict[tuple[int, int], int] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        seen[(address_of(tensor), int(tensor.storage_offset()))] = (
-            tensor.numel() * tensor.element_size()
-        )
+        seen[(address_of(tensor), int(tensor.storage_offset()))] = size(tensor)
     return sum(seen.values())
 
 

@@ -266,6 +266,7 @@ class Record:
     `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors,
     `findings` those whose statistics look wrong.
     `requirements` is what owners ask of the machine that is to run the model.
+    `bytes` and `file_bytes` are those of all parameters and buffers, in memory and in a file.
     `state` has the exported values of the buffers that the program writes to, by path.
     `fingerprint` is of the exported program's parameters (`qompose.plan.operator_ids`).
     `backends` are live objects, by the owners of claims.
@@ -284,6 +285,7 @@ class Record:
     requirements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     target: str = ""
     bytes: int = 0
+    file_bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fingerprint: str = ""
     source: GraphModule | None = field(default=None, repr=False, compare=False)

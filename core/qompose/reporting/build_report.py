@@ -36,6 +36,7 @@ from qompose.reporting.report_data import (
     Row,
 )
 from qompose.spec import qdq
+from qompose.spec.quantization_spec import fits_bits
 
 
 def report(model: Any) -> Report:
@@ -68,7 +69,19 @@ def report(model: Any) -> Report:
         bytes_after=record.bytes,
         fingerprint=record.fingerprint,
         idle_owners=plan.idle_owners,
+        file_bytes=record.file_bytes if _packs_integers(record) else 0,
     )
+
+
+_PACKED = 6
+"""Bits. Integers of seven are for kernels whose sums saturate, on some processors alone."""
+
+
+def _packs_integers(record: Record) -> bool:
+    """Tell whether a model has integers of so few bits that a file is noticeably smaller than the model."""
+    groups = record.plan.groups if record.target in ("", "torch") else ()
+    followed = (g for g in groups if not all(claim in record.dropped for claim in g.claims))
+    return any(fits_bits(group.spec, _PACKED) for group in followed)
 
 
 def one_of(model: Any) -> str:

@@ -249,6 +249,8 @@ class Report(Printable):
         requantizations: tensors on which two specifications meet.
         conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
         bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
+        file_bytes: of the same in a file of `save`, where weights of six bits and fewer are packed; 0 for
+            models without such weights, and for other runtimes.
         fingerprint: of the exported program's parameters, by which a comparison is known to be of this model.
         idle_owners: quantizers that took part and own no operator; `notes` say why.
     """
@@ -265,6 +267,7 @@ class Report(Printable):
     bytes_after: int
     fingerprint: str = ""
     idle_owners: tuple[str, ...] = ()
+    file_bytes: int = 0
     _columns: ClassVar[int] = 100
 
     def count(self, state: str, owner: str | None = None) -> int:
@@ -464,8 +467,9 @@ class Report(Printable):
         lines += [f"multiply-accumulates: {total:,}: {share}"] if total else []
         if self.bytes_after and self.bytes_before:
             ratio = self.bytes_after / self.bytes_before
+            in_file = f", {self.file_bytes:,} in a file" if self.file_bytes else ""
             lines.append(
-                f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%})"
+                f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%}){in_file}"
             )
         lines.append(f"in the graph: {self.counts}")
         if self.requantizations:

@@ -419,7 +419,7 @@ class QuantizationConfig:
         """Return the words of the algorithms that are made where they help: the configuration names none."""
         if self.algorithms is not None or self.is_qat or self.weight is None:
             return ()
-        low = (SCALE_SEARCH,) if is_below_eight_bits(self.weight) else ()
+        low = (SCALE_SEARCH,) if fits_bits(self.weight, 7) else ()
         static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()
         return (*low, *static)
 
@@ -454,12 +454,12 @@ class QuantizationConfig:
         return self.name or f"{self.mode} {granularity(self.weight)}".strip()
 
 
-def is_below_eight_bits(spec: QuantizationSpecBase) -> bool:
-    """Tell whether there are at most 128 integers, and an observer estimates their scale."""
+def fits_bits(spec: QuantizationSpecBase, bits: int) -> bool:
+    """Tell whether the integers have at most so many bits, and an observer estimates their scale."""
     if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
         return False
     low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-    return high - low < 128
+    return high - low < 1 << bits
 
 
 def granularity(spec: QuantizationSpecBase | None) -> str:

@@ -7,9 +7,7 @@ text, and in it one of each block of memory, tell a damaged file from a sound on
 who may write the file may write them too.
 
 Tensors are views of blocks: what shares memory is stored once, and shares it again. Integers of few values
-are packed into bytes: torch has no tensors of four or two bits, and a file needs none. What fits is found
-from the values, not from a scheme, and comes back bit by bit: `value = field + low`. Zero points of groups
-fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
+are packed into bytes (`qompose.program.bit_fields`).
 """
 
 from __future__ import annotations
@@ -34,6 +32,15 @@ from torch import Tensor, nn
 from qompose.errors import ArtefactError
 from qompose.files import draft_of
 from qompose.json_codec import DTYPE, named, of_type, plain, sequence
+from qompose.program.bit_fields import (
+    BITS,
+    INTEGERS,
+    field_bytes,
+    fields_of,
+    pack_fields,
+    stored_size,
+    unpack_fields,
+)
 from qompose.program.graph import address_of
 from qompose.storage.json_values import NotStorable
 
@@ -316,10 +323,6 @@ def digest(block: Tensor) -> str:
     return hashlib.sha256(memory).hexdigest()
 
 
-_BITS = (2, 4)
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-
-
 @dataclass(frozen=True)
 class _Packing:
     """How integers from `low` on became fields of `bits` in bytes."""
@@ -331,28 +334,20 @@ class _Packing:
 
 
 _PACKING = of_type(
-    _Packing, {torch.dtype: named(_INTEGERS, "an integer type"), tuple[int, ...]: sequence(_SIZE)}
+    _Packing, {torch.dtype: named(INTEGERS, "an integer type"), tuple[int, ...]: sequence(_SIZE)}
 )
-_WORTH = 1024
-"""Bytes below which a block is left as it is, readable by other tools: there is little to save."""
 
 
 def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return how blocks were packed, by name, and the blocks: those that fit as bytes, others as they are.
-
-    The first value of a byte is in its lowest bits.
-    """
+    """Return how blocks were packed, by name, and the blocks: those that fit as bytes, others as they are."""
     found: dict[str, Any] = {}
     stored = dict(blocks)
     for name, block in blocks.items():
-        if block.dtype not in _INTEGERS or block.numel() < _WORTH:
-            continue
-        low, high = (int(bound) for bound in block.aminmax())
-        bits = next((bits for bits in _BITS if high - low < 1 << bits), None)
-        if bits is not None:
+        if (fields := fields_of(block)) is not None:
+            bits, low = fields
             packing = _Packing(bits, low, block.dtype, tuple(block.shape))
             found[name] = _PACKING.write(packing, name)
-            stored[name] = _packed(block, low, bits)
+            stored[name] = pack_fields(block, low, bits)
     return found, stored
 
 
@@ -363,18 +358,7 @@ def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
         NotStorable: a tensor that is not plain memory.
     """
     _, blocks = pack(tensors)
-    _, stored = pack_bits(blocks)
-    return sum(block.numel() * block.element_size() for block in stored.values())
-
-
-def _packed(block: Tensor, low: int, bits: int) -> Tensor:
-    fields = (block.reshape(-1) - low).to(torch.uint8)
-    each = 8 // bits
-    fields = torch.nn.functional.pad(fields, (0, -len(fields) % each)).view(-1, each)
-    packed = fields[:, 0].clone()
-    for place in range(1, each):
-        packed |= fields[:, place] << (bits * place)
-    return packed
+    return sum(map(stored_size, blocks.values()))
 
 
 def unpack_bits(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -390,11 +374,9 @@ def _unpacked(block: Tensor, data: Any) -> Tensor:
     packing: _Packing = _PACKING.read(data, "packed")
     bits, low, dtype = packing.bits, packing.low, packing.dtype
     bounds = torch.iinfo(dtype)
-    if bits not in _BITS or not bounds.min <= low <= bounds.max:
+    if bits not in BITS or not bounds.min <= low <= bounds.max:
         raise ValueError(f"{packing} is not a way to pack integers")
-    count, each = torch.Size(packing.shape).numel(), 8 // bits
-    if block.dtype is not torch.uint8 or block.dim() != 1 or len(block) != -(-count // each):
+    count = torch.Size(packing.shape).numel()
+    if (block.dtype, tuple(block.shape)) != (torch.uint8, (field_bytes(count, bits),)):
         raise ValueError(f"a packed block does not hold {count} values")
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
-    fields: Tensor = (block[:, None] >> places) & ((1 << bits) - 1)
-    return (fields.reshape(-1)[:count].to(dtype) + low).reshape(packing.shape)
+    return unpack_fields(block, count, low, bits, dtype).reshape(packing.shape)

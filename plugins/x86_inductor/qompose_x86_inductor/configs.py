@@ -19,6 +19,7 @@ from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.operators.linear_weight_only import GROUP_SIZES
 
 _INT4 = (-8, 7)
+_FEW_BITS = {(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1): f"int{bits}" for bits in (4, 3, 2)}
 
 WEIGHT_RANGES = {
     "avx2": exactness.NARROW,
@@ -58,7 +59,8 @@ def get_default_x86_inductor_quantization_config(
         reduce_range: use seven bits for activations, [0, 127].
         weight_only: quantize weights alone; they are stored as integers, and the arithmetic is float.
         weight_qmin, weight_qmax: bounds of the weights' integers. By default -8 and 7 with groups, -128 and
-            127 for other weights alone, else what `isa` multiplies exactly.
+            127 for other weights alone, else what `isa` multiplies exactly. With -4 and 3 (three bits) or -2
+            and 1, kernels hold four bits with groups and eight without; a file holds three or two.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
             bfloat16. For linear, with weights alone.
         symmetric: True leaves groups without zero points. Else each has one, in a byte more, so that its
@@ -100,12 +102,12 @@ def get_default_x86_inductor_quantization_config(
     low, high = _usual_weights(weight_only, group_size, isa)
     low = low if weight_qmin is None else weight_qmin
     high = high if weight_qmax is None else weight_qmax
-    four_bits = (low, high) == _INT4
+    few_bits = _FEW_BITS.get((low, high))
     words = (
-        "int4" if four_bits else "int8" if weight_only else "",
+        few_bits or ("int8" if weight_only else ""),
         f"groups of {group_size}" if group_size else "per token" if per_token else "",
     )
-    here = _INT4 if four_bits else _usual_weights(weight_only, group_size, None)
+    here = (low, high) if few_bits else _usual_weights(weight_only, group_size, None)
     choices = (
         ("activations", [0, 127], reduce_range),
         ("weights", [low, high], (low, high) != here),

@@ -314,11 +314,14 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
 @pytest.mark.parametrize(
     ("block", "part"),
     [
-        (integers(-8, 7, 32, 64), 1 / 2), (integers(-2, 1, 32, 64), 1 / 4), (integers(127, 127, 1024), 1 / 4),
+        (integers(-8, 7, 32, 64), 1 / 2), (integers(-2, 1, 32, 64), 1 / 4), (integers(127, 127, 1024), 1 / 8),
+        (integers(-4, 3, 41, 41), 3 / 8), (integers(0, 1, 1025, dtype=torch.uint8), 1 / 8),
+        (integers(-16, 15, 1027), 5 / 8), (integers(-8, 8, 32, 64), 5 / 8),
+        (integers(-63, 63, 32, 64), 7 / 8),
         (integers(0, 15, 41, 41, dtype=torch.uint8), 1 / 2),
         (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2), (integers(-128, -125, 1025), 1 / 4),
         (integers(112, 127, 16, 8, 9), 1 / 2),
-        (integers(-8, 8, 32, 64), 1),  # a value too many
+        (integers(-64, 64, 32, 64), 1),  # a value too many
         (integers(-127, 127, 32, 64), 1),
         (integers(-8, 7, 1023), 1),  # not worth it
         (integers(-8, 7, 32, 64, dtype=torch.int32), 1 / 8),
@@ -338,7 +341,7 @@ def test_what_fits_is_packed(block: Tensor, part: float) -> None:
 
 @given(
     low=st.integers(-128, 127),
-    span=st.integers(0, 15),
+    span=st.integers(0, 127),
     size=st.integers(1024, 1040),
     seed=st.integers(0, 99),
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,41 @@ class TestLanguageModel:
         for count in (2, 7, 30):
             longer = torch.randint(0, 203, (2, count))
             assert sqnr(model(longer), lowered(longer)) > 20
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize(("bits", "least"), [(3, 8), (2, 2)])
+def test_three_and_two_bits(
+    language: Any, tmp_path: Path, bits: int, least: float, group_size: int | None
+) -> None:
+    """Kernels multiply them exactly, and a file holds so many bits of each."""
+    model, tokens = language
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    options: dict[str, Any] = {"weight_qmin": low, "weight_qmax": high, "group_size": group_size}
+    converted, lowered = quantized(model, CONFIG(weight_only=True, **options), tokens)
+    report = qompose.report(lowered)
+    rows = [row for row in report.rows if row.operator == "aten.linear"]
+    assert {row.state for row in rows} == {KERNELS[1]}
+    assert sqnr(converted(tokens), lowered(tokens)) > 100
+    assert sqnr(model(tokens), lowered(tokens)) > least
+    weights = [b for name, b in converted.named_buffers() if name.endswith("weight_q")]
+    assert all(int(b.min()) >= low and int(b.max()) <= high for b in weights)
+    saved = sum(b.numel() for b in weights) * (8 - bits) // 8
+    held = qompose.report(converted).bytes_after
+    assert 0 <= held - saved - report.file_bytes < 0.05 * report.file_bytes
+    assert f"{report.file_bytes:,} in a file" in str(report)
+    qompose.save(lowered, tmp_path / "model.qompose")
+    described = 2**16  # the program, in JSON
+    assert 0 < (tmp_path / "model.qompose").stat().st_size - report.file_bytes < described
+    again = qompose.load(tmp_path / "model.qompose")
+    assert torch.equal(again(tokens), lowered(tokens))
+    assert qompose.report(again).file_bytes == report.file_bytes
+
+
+def test_eight_bits_say_nothing_of_files(language: Any) -> None:
+    model, tokens = language
+    report = qompose.report(quantized(model, CONFIG(weight_only=True), tokens)[1])
+    assert report.file_bytes == 0 and "in a file" not in str(report)
 
 
 def dynamic(**changes: Any) -> QuantizationConfig:

@@ -19,7 +19,8 @@ from qompose_x86_inductor.rules.static import ACCEPTS
 INT4_GROUPS = TensorConstraint(
     dtypes=frozenset({torch.int8}),
     qschemes=frozenset({torch.per_channel_symmetric, torch.per_channel_affine}),
-    quant_range=(-8, 7),
+    quant_min_lower_bound=-8,
+    quant_max_upper_bound=7,
     block_sizes=frozenset((size,) for size in GROUP_SIZES),
 )
 FLOAT16 = TensorConstraint(dtypes=frozenset({torch.float16}), qschemes=frozenset({None}))
