@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch.utils.benchmark import Timer
 from qompose.calibration.calibrator import calibrate
 from qompose.calibration.statistics_data import Statistics
 from qompose.conversion.convert import convert_pt2e
-from qompose.errors import QomposeWarning, TargetError, UserError
+from qompose.errors import CalibrationError, QomposeWarning, TargetError, UserError
 from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
 from qompose.preparation.prepare import prepare_pt2e
+from qompose.program.user_input import arguments_of
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import compose
+from qompose.quantizer.composition import QuantizerLike, as_composition
 from qompose.reporting.build_report import report
 from qompose.reporting.report_data import Report
 from qompose.storage.pt2_archive import export_pt2
@@ -70,50 +72,70 @@ class QuantizedModel:
         export_pt2(self.converted, path)
 
     def benchmark(
-        self, *inputs: Any, keywords: Mapping[str, Any] | None = None, seconds: float = 0.2
+        self,
+        *inputs: Any,
+        keywords: Mapping[str, Any] | None = None,
+        seconds: float = 0.2,
+        **named: Any,
     ) -> Timings:
         """Time the float program, the lowered one and what `compile` made with `torch.utils.benchmark`.
 
         What is slower than the float program is in a QomposeWarning.
 
         Args:
-            inputs, keywords: those of one call; without any, the ones that the float program was exported
-                with.
+            inputs, named: those of one call, or one dict of keyword arguments, as a batch of `calibrate` is;
+                without any, the ones that the float program was exported with.
+            keywords: keyword arguments as a mapping, for an input that is called "seconds", say.
             seconds: how long each is run at least; the median counts.
 
         Raises:
             UserError: the program was exported without inputs and none are given.
             TargetError: the model was lowered to what cannot be called.
+            InputError: the inputs are not those of the program.
         """
         if not callable(self.model):
             raise TargetError(
                 f"A {type(self.model).__name__} cannot be called beside the float program: time it in its "
                 'runtime, or quantize with target="torch".'
             )
-        if not inputs and not keywords:
-            if self.exported.example_inputs is None:
-                raise UserError("benchmark needs inputs: the program was exported without any")
-            inputs, keywords = self.exported.example_inputs
+        inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
         models = {
             "float": self.exported.module(),
             "lowered": self.model,
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }
-        calls = {
-            name: partial(model, *inputs, **(keywords or {})) for name, model in models.items()
-        }
+        calls = {name: partial(model, *inputs, **keywords) for name, model in models.items()}
         timings = _timed(calls, seconds)
         slower = [f"{row.name} ({row.ratio:.2f} times)" for row in timings.rows if row.ratio > 1]
         if slower:
             warnings.warn(f"slower than float: {', '.join(slower)}", QomposeWarning, stacklevel=2)
         return timings
 
+    def _inputs_of_a_call(
+        self, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        exported = self.exported.example_inputs
+        if not inputs and not keywords:
+            if exported is None:
+                raise UserError("benchmark needs inputs: the program was exported without any")
+            return exported[0], exported[1]
+        takes_mapping = exported is not None and any(isinstance(x, Mapping) for x in exported[0])
+        if (
+            len(inputs) == 1
+            and isinstance(inputs[0], Mapping)
+            and not keywords
+            and not takes_mapping
+        ):
+            return (), dict(inputs[0])
+        return inputs, keywords
+
 
 def quantize(
     model: nn.Module | ExportedProgram,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: Any = None,
     *,
-    backends: str | Quantizer | Sequence[str | Quantizer],
+    kwargs: Mapping[str, Any] | None = None,
+    backends: QuantizerLike,
     calibration: Iterable[Any] | Statistics | None = None,
     target: str = "torch",
     dynamic_shapes: Any = None,
@@ -125,9 +147,12 @@ def quantize(
 
     Args:
         model: a module, which is exported in eval mode; or an ExportedProgram.
-        example_inputs: the arguments of one call. The shapes of their tensors are those of all calls, but
-            for the dimensions of `dynamic_shapes`.
-        backends: names of installed backends or quantizers, in order of priority; or just one.
+        example_inputs: the arguments of one call, in the forms that a batch may have: a tuple of positional
+            arguments, a single tensor, or a dict of keyword arguments. The shapes of their tensors are those
+            of all calls, but for the dimensions of `dynamic_shapes`.
+        kwargs: keyword arguments of that call, beside `example_inputs` or in their place.
+        backends: quantizers, or installed backends by `"name"` or `"name:configuration"`, in order of
+            priority; or just one.
         calibration: batches for `calibrate`, or `Statistics` of an earlier calibration; not needed where
             nothing is quantized statically.
         target: what to lower for, as for `lower`.
@@ -136,18 +161,17 @@ def quantize(
         strict: make errors of "nothing was quantized" and "claimed, but without a kernel".
 
     Raises:
-        UserError: `example_inputs` are missing; and whatever the stages raise.
+        UserError: `example_inputs` are missing, or not those of the model; and whatever the stages raise.
     """
     if backends is None:
         raise UserError(
             "quantize needs backends: names of installed ones, quantizers, or a list of both"
         )
-    single = isinstance(backends, (str, Quantizer))
-    quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]
+    quantizer = as_composition(backends)
     exported = (
         model
         if isinstance(model, ExportedProgram)
-        else _export(model, example_inputs, dynamic_shapes)
+        else _export(model, example_inputs, kwargs, dynamic_shapes)
     )
     prepared = prepare_pt2e(exported, quantizer, strict=strict)
     check_target(prepared, target, strict=strict)
@@ -157,23 +181,55 @@ def quantize(
     return QuantizedModel(exported, converted, lower(converted, target, strict=strict), quantizer)
 
 
-def _export(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExportedProgram:
+def _export(
+    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
     if isinstance(model, GraphModule) or not isinstance(model, nn.Module):
         raise UserError(
             "quantize takes a torch.nn.Module or an ExportedProgram; for a GraphModule call "
             "prepare_pt2e, calibrate, convert_pt2e and lower"
         )
-    if not isinstance(example_inputs, tuple):
-        raise UserError(
-            "quantize needs example_inputs, a tuple of positional arguments, to export the model"
-        )
+    args, keywords = _example_call(model, example_inputs, kwargs)
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            return torch.export.export(model.eval(), example_inputs, dynamic_shapes=dynamic_shapes)
+            return torch.export.export(model.eval(), args, keywords, dynamic_shapes=dynamic_shapes)
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+def _example_call(
+    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of one call of a model, checked against what it takes."""
+    if example_inputs is None and not kwargs:
+        raise UserError(
+            "quantize needs example_inputs, the arguments of one call, to export the model: a tuple, a "
+            "tensor, or a dict of keyword arguments"
+        )
+    try:
+        args, keywords = arguments_of(() if example_inputs is None else example_inputs)
+    except CalibrationError:
+        raise UserError(
+            "example_inputs must be a tuple of positional arguments, a tensor, or a dict of keyword "
+            f"arguments, got {example_inputs!r}"
+        ) from None
+    if twice := sorted(keywords.keys() & (kwargs or {}).keys()):
+        raise UserError(f"{', '.join(twice)} is in example_inputs and in kwargs: pass it once")
+    keywords |= kwargs or {}
+    try:
+        signature(model.forward).bind(*args, **keywords)
+    except ValueError:  # compiled code has no signature: torch.export says what does not fit
+        return args, keywords
+    except TypeError as error:
+        hint = ""
+        if isinstance(example_inputs, Mapping):
+            hint = "; where a dict itself is the argument, pass (dict,)"
+        raise UserError(
+            f"The example inputs do not fit {type(model).__name__}: {error}{hint}"
+        ) from None
+    return args, keywords
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
 from tests.core.quantizer.interop.foreign import Foreign, Tanhs
-from tests.core.toy import LINEAR, Model, export, randn, seeded, toy
+from tests.core.toy import LINEAR, WEIGHT_ONLY, Model, export, randn, seeded, toy
 
 X = randn(6, 3)
 
@@ -143,3 +144,73 @@ class TestWhatIsKnownBeforeData:
                 model, (X,), backends=[Tanhs(), toy(LINEAR)], calibration=[(X,)]
             )
         assert [row.state for row in result.report.rows] == ["int8 kernel", "simulated (Q/DQ)"]
+
+
+class Masked(nn.Module):
+    """Called with keyword arguments, as networks of the hub of Hugging Face are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        return self.linear(x if mask is None else x * mask) * scale
+
+
+MASK = torch.ones(6, 1)
+CALLS = [
+    pytest.param((X, MASK), None, [2], id="tuple"),
+    pytest.param([X, MASK], None, [2], id="list"),
+    pytest.param(X, None, [1], id="tensor"),
+    pytest.param({"x": X, "mask": MASK}, None, [0, "x", "mask"], id="dict"),
+    pytest.param(UserDict(x=X, mask=MASK), None, [0, "x", "mask"], id="another mapping"),
+    pytest.param(None, {"x": X, "mask": MASK}, [0, "x", "mask"], id="kwargs"),
+    pytest.param((X,), {"mask": MASK}, [1, "mask"], id="both"),
+    pytest.param(X, {"mask": MASK, "scale": 2.0}, [1, "mask", "scale"], id="tensor and kwargs"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:1 quantized region:qompose.QomposeWarning")
+@pytest.mark.parametrize(("example_inputs", "kwargs", "call"), CALLS)
+def test_example_inputs_have_the_forms_of_a_batch(
+    example_inputs: Any, kwargs: Any, call: list[Any]
+) -> None:
+    backends = toy(LINEAR, config=WEIGHT_ONLY)  # needs no data, and has no kernel
+    result = qompose.quantize(seeded(Masked()), example_inputs, kwargs=kwargs, backends=backends)
+    args, keywords = result.exported.example_inputs or ((), {})
+    assert [len(args), *keywords] == call
+    assert [row.name for row in result.benchmark().rows] == ["float", "lowered"]
+
+
+@pytest.mark.parametrize(
+    ("example_inputs", "kwargs", "said"),
+    [
+        pytest.param(None, None, "example_inputs", id="none"),
+        pytest.param(3, None, "tuple", id="number"),
+        pytest.param({"x": X}, {"x": X}, "x is in", id="twice"),
+        pytest.param({"y": X}, None, r"Masked.*'x'.*\(dict,\)", id="not a keyword of it"),
+        pytest.param((X, MASK, 1.0, X), None, "Masked", id="too many"),
+    ],
+)
+def test_example_inputs_that_do_not_fit(example_inputs: Any, kwargs: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        qompose.quantize(Masked(), example_inputs, kwargs=kwargs, backends=toy(LINEAR))
+
+
+def test_a_benchmark_is_called_as_the_model_is() -> None:
+    for inputs, keywords in (
+        ((X, MASK), {}), ((), {"x": X, "mask": MASK}), (({"x": X, "mask": MASK},), {})
+    ):  # fmt: skip
+        result, models = with_models(1.0, 1.0)
+        result.benchmark(*inputs, **keywords)
+        expected = (inputs, keywords) if not (inputs and isinstance(inputs[0], dict)) else (
+            (), inputs[0]
+        )  # fmt: skip
+        assert all(model.calls == [(*expected, False)] for model in models)
+
+
+def test_a_dict_is_an_input_where_the_program_takes_one() -> None:
+    result, models = with_models(1.0, 1.0)
+    object.__setattr__(result.exported, "_example_inputs", (({"x": X},), {}))
+    result.benchmark({"x": MASK})
+    assert all(model.calls == [(({"x": MASK},), {}, False)] for model in models)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qompose.errors import BatchError, CalibrationError, ConfigError, UserError, near_names
+from qompose.errors import BatchError, CalibrationError, ConfigError, UserError
 from qompose.files import destination
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     if options.config is None:
         from qompose.quantizer.composition import compose
 
-        return compose(*map(_member, options.backend), on_conflict=options.on_conflict or "error")
+        return compose(*options.backend, on_conflict=options.on_conflict or "error")
     from qompose.quantizer.composition import quantizer_from_json
 
     if options.on_conflict:
@@ -155,29 +155,6 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
         return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
     except (UserError, UnicodeDecodeError) as error:
         raise ConfigError(f"{options.config}: {error}") from error
-
-
-def _member(text: str) -> Any:
-    """Return a backend's name, or its quantizer with the configuration that is named behind a colon."""
-    name, colon, chosen = text.partition(":")
-    if not colon:
-        return name
-    from qompose.backend.discovery import load_backend
-    from qompose.quantizer.composition import compose
-    from qompose.quantizer.rule_quantizer import RuleQuantizer
-
-    configs = load_backend(name).configs
-    if chosen not in configs:
-        raise ConfigError(
-            f"Backend {name!r} has no configuration {chosen!r}{near_names(chosen, configs)}; "
-            f"it has {', '.join(configs) or 'none'}"
-        )
-    (member,) = compose(name).members
-    if not isinstance(member, RuleQuantizer):
-        raise ConfigError(
-            f"the quantizer of {name!r} takes no configuration: leave out {text[len(name) :]!r}"
-        )
-    return member.set_global(configs[chosen])
 
 
 def read_data(options: Namespace, inputs: Inputs) -> list[Batch]:

@@ -28,12 +28,11 @@ from qompose.program.rewrites import Candidate
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import ComposableQuantizer, compose
-from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.composition import ComposableQuantizer, QuantizerLike, as_quantizer
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.spec.claim import Claim, most_telling
 from qompose.spec.quantization_spec import QuantizationConfig
-from qompose.spec.selectors import Selectors, for_everything
+from qompose.spec.selectors import Selectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,8 @@ class NodeSupport:
 def can_quantize(
     program: ExportedProgram | GraphModule,
     node: str | Node,
-    quantizer: str | Quantizer | Any,
-    config: QuantizationConfig | None = None,
+    quantizer: QuantizerLike,
+    config: QuantizationConfig | str | None = None,
 ) -> NodeSupport:
     """Answer whether an operator of a program would be quantized.
 
@@ -101,46 +100,39 @@ def can_quantize(
         node: the operator, or its name in the graph or in reports.
         quantizer: the name of an installed backend, a quantizer of any engine, a sequence of these in
             order of priority, or a composition.
-        config: ask with this configuration, instead of what the quantizer's own selectors give.
+        config: ask with this configuration, or that which each backend calls so, instead of what the
+            quantizer's own selectors give.
 
     Raises:
         ConfigError: the program has no such node, or `config` is not a configuration.
         SelectorError, SharingError: `prepare_pt2e` would raise the same.
     """
-    if config is not None and not isinstance(config, QuantizationConfig):
-        raise ConfigError(f"config must be a QuantizationConfig, got {config!r}")
+    if config is not None and not isinstance(config, (QuantizationConfig, str)):
+        raise ConfigError(f"config must be a QuantizationConfig or the name of one, got {config!r}")
     exported = as_graph_module(program, "can_quantize")
     isolate(exported)
     name = _name_of(node, program, exported)
-    asked, refusals = _configured(_as_quantizer(quantizer), config)
+    asked, refusals = _configured(as_quantizer(quantizer), config)
     if asked is None:
         found = _described(exported, name)
         return NodeSupport(**found, supported=False, reasons=tuple(refusals.items()))
     return _Inquiry(exported, asked, refusals).answer(name)
 
 
-def _as_quantizer(quantizer: Any) -> Quantizer:
-    if isinstance(quantizer, (str, list, tuple)):
-        return compose(*([quantizer] if isinstance(quantizer, str) else quantizer))
-    return adapt(quantizer)
-
-
 def _configured(
-    quantizer: Quantizer, config: QuantizationConfig | None
+    quantizer: Quantizer, config: QuantizationConfig | str | None
 ) -> tuple[Quantizer | None, dict[str, str]]:
     """Return the quantizer with a configuration in place of its selectors, and which members refuse it."""
     if config is None:
         return quantizer, {}
     members: list[Quantizer] = []
     refusals: dict[str, str] = {}
-    selectors = Selectors()
-    selectors.set(for_everything(config))
     for label, member in quantizer.labelled_members:
         if not isinstance(member, RuleQuantizer):
             refusals[label] = "it has no rule table, and takes no configuration"
             continue
         try:
-            members.append(member.with_selectors(selectors))
+            members.append(member.with_selectors(Selectors()).set_global(config))
         except ConfigError as error:
             refusals[label] = str(error)
     if not members:

@@ -18,8 +18,12 @@ from qompose.errors import ConfigError, UserError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, Codec, codecs_of, record
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import ComposableQuantizer, quantizer_from_dict
-from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.composition import (
+    ComposableQuantizer,
+    QuantizerLike,
+    as_quantizer,
+    quantizer_from_dict,
+)
 from qompose.quantizer.restriction import Restricted
 from qompose.quantizer.rule_quantizer import RuleQuantizer, selectors_from_data, selectors_to_data
 from qompose.spec.selectors import (
@@ -161,7 +165,7 @@ class Tuning(Printable):
         sites: tuple[Excluded | Assigned, ...] = (*self.excluded, *self.assigned)
         return once(s for site in sites for s in site.settings)
 
-    def apply(self, quantizer: Quantizer) -> Quantizer:
+    def apply(self, quantizer: QuantizerLike) -> Quantizer:
         """Return a quantizer with the selectors set; it is left as it is.
 
         Those that say float are set on each member of a composition, and one without selectors, of another
@@ -172,7 +176,7 @@ class Tuning(Printable):
             UserError: the quantizer has no such member.
             ConfigError: its backend cannot follow a configuration.
         """
-        quantizer = adapt(quantizer)
+        quantizer = as_quantizer(quantizer)
         return with_settings(quantizer, settings_by_member(quantizer, self.assigned, self.excluded))
 
     def to_dict(self) -> dict[str, Any]:

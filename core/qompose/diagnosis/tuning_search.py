@@ -38,8 +38,7 @@ from qompose.diagnosis.tuning_trials import (
 )
 from qompose.errors import TuningError, UserError
 from qompose.program.user_input import check_limit, check_several
-from qompose.quantizer.base import Quantizer
-from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.composition import QuantizerLike, as_quantizer
 from qompose.spec.quantization_spec import QuantizationConfig
 
 _LEAST_SHARE = 0.1
@@ -48,7 +47,7 @@ _LEAST_SHARE = 0.1
 
 def tune(
     model: ExportedProgram | GraphModule,
-    quantizer: Quantizer,
+    quantizer: QuantizerLike,
     data: Iterable[Any],
     metric: Callable[[Any], Any],
     max_drop: float | None = None,
@@ -104,7 +103,7 @@ def tune(
     if ranking is not None and not isinstance(ranking, Sensitivity):
         raise UserError(f"ranking must be what sensitivity returned, got {type(ranking).__name__}")
     check_several(data, "tune")
-    quantizer = adapt(quantizer)
+    quantizer = as_quantizer(quantizer)
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
     task = Task(model, quantizer, batches, metric, transform, limit, target)
     evaluator = Evaluator(task)

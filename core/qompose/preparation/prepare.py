@@ -40,7 +40,7 @@ from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import as_composition, idle_members
+from qompose.quantizer.composition import QuantizerLike, as_composition, idle_members
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
@@ -51,7 +51,7 @@ from qompose.training.train_eval import evaluation_form
 
 def prepare_pt2e(
     model: ExportedProgram | GraphModule,
-    quantizer: Quantizer,
+    quantizer: QuantizerLike,
     *,
     inplace: bool = False,
     strict: bool = False,
@@ -60,6 +60,7 @@ def prepare_pt2e(
 
     Args:
         model: what torch.export made. It is left alone; parameters are shared, not copied.
+        quantizer: of any engine; or what `compose` takes: the name of an installed backend, or a list.
         inplace: edit `model`, a GraphModule, itself.
         strict: make "nothing was quantized" and selectors that match nothing errors.
 
@@ -79,7 +80,7 @@ def prepare_pt2e(
 
 def prepare_qat_pt2e(
     model: ExportedProgram | GraphModule,
-    quantizer: Quantizer,
+    quantizer: QuantizerLike,
     *,
     inplace: bool = False,
     strict: bool = False,
@@ -93,6 +94,7 @@ def prepare_qat_pt2e(
     Args:
         model: what torch.export made, in training or in evaluation. It is left alone; the result has
             copies of its parameters.
+        quantizer: as for `prepare_pt2e`.
         inplace: edit `model`, a GraphModule, itself, and train its own parameters.
         strict: make "nothing was quantized" and selectors that match nothing errors.
 
@@ -108,7 +110,7 @@ def prepare_qat_pt2e(
 
 def _prepared(
     model: ExportedProgram | GraphModule,
-    quantizer: Quantizer,
+    quantizer: QuantizerLike,
     inplace: bool,
     strict: bool,
     *,

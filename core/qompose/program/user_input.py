@@ -168,7 +168,7 @@ def run_batch(
         described = f"{type(error).__name__}: {error}"
         raise BatchError(number, f"cannot be used: transform raised {described}", what) from error
     try:
-        args, kwargs = _arguments(batch)
+        args, kwargs = arguments_of(batch)
         return call(*args, **kwargs)
     except CalibrationError as error:
         raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
@@ -197,7 +197,12 @@ def _surplus(call: Callable[..., Any], batch: Any) -> str:
     )
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a batch stands for.
+
+    Raises:
+        CalibrationError: it is not a tensor, a tuple, a list or a dict.
+    """
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):

@@ -7,7 +7,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -162,39 +162,83 @@ class ComposableQuantizer(Quantizer):
         return result
 
 
-def compose(*members: str | Quantizer, on_conflict: str = "error") -> ComposableQuantizer:
-    """Compose quantizers, in order of priority. A string is an installed backend with its default config.
+QuantizerLike: TypeAlias = "str | Quantizer | Sequence[str | Quantizer] | Any"
+"""A quantizer of any engine; an installed backend, `"name"` or `"name:configuration"`; or a list of these."""
+
+
+def compose(*members: QuantizerLike, on_conflict: str = "error") -> ComposableQuantizer:
+    """Compose quantizers, in order of priority.
+
+    Args:
+        members: quantizers, also of other engines; installed backends by name, each with its default
+            configuration (`"xnn"`) or another of its own (`"xnn:dynamic per-channel"`); and lists of these.
+        on_conflict: see `ComposableQuantizer`.
 
     Raises:
         BackendNotFoundError: no such backend is installed.
         PluginError: it is, and cannot be loaded.
+        ConfigError: it has no such configuration.
         UserError: no members.
     """
-    made = [quantizer_of(m) if isinstance(m, str) else adapt(m) for m in members]
-    return ComposableQuantizer(made, on_conflict)
+    return ComposableQuantizer([_member(member) for member in _flat(members)], on_conflict)
 
 
-def as_composition(quantizer: Any) -> ComposableQuantizer:
+def _flat(members: Sequence[Any]) -> Iterator[Any]:
+    for member in members:
+        yield from _flat(member) if isinstance(member, (list, tuple)) else (member,)
+
+
+def _member(member: Any) -> Quantizer:
+    return quantizer_of(member) if isinstance(member, str) else adapt(member)
+
+
+def as_quantizer(quantizer: QuantizerLike) -> Quantizer:
+    """Return a quantizer as it is, one of another engine adapted, names and lists composed.
+
+    Raises:
+        UserError: it is none of these; and its kinds, as `compose` raises them.
+    """
+    return compose(quantizer) if isinstance(quantizer, (str, list, tuple)) else adapt(quantizer)
+
+
+def as_composition(quantizer: QuantizerLike) -> ComposableQuantizer:
     """Return a quantizer, also one of another engine, as a composition; any other one is its only member.
 
     A composition calls the hooks of its members, and says whose it is where one does what it may not.
 
     Raises:
-        UserError: it is not a quantizer.
+        UserError: it is not a quantizer; and its kinds, as `compose` raises them.
     """
-    adapted = adapt(quantizer)
+    adapted = as_quantizer(quantizer)
     if type(adapted) is ComposableQuantizer:
         return adapted
     return ComposableQuantizer([adapted], adapted.on_conflict)
 
 
 def quantizer_of(name: str) -> Quantizer:
-    """Return the quantizer of an installed backend, with its default configuration, to be given selectors.
+    """Return the quantizer of an installed backend, to be given selectors.
+
+    Args:
+        name: of the backend, which then has its default configuration; or `"name:configuration"`.
 
     Raises:
         BackendNotFoundError: no such backend is installed.
         PluginError: it is, and cannot be loaded.
+        ConfigError: it has no such configuration.
     """
+    name, colon, chosen = name.partition(":")
+    quantizer = _default_of(name)
+    if not colon:
+        return quantizer
+    if not isinstance(quantizer, RuleQuantizer):
+        raise ConfigError(
+            f"the quantizer of {name!r} takes no configuration: leave out ':{chosen}'"
+        )
+    return quantizer.set_global(chosen)
+
+
+def _default_of(name: str) -> Quantizer:
+    """Return the quantizer of an installed backend with its default configuration."""
     backend = load_backend(name)
     make: Callable[[], Any] = backend.quantizer_class or (lambda: RuleQuantizer(backend))
     quantizer = make()
@@ -230,7 +274,7 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
     check_keys(data, ("backend", "selectors"))
     if not isinstance(data["backend"], str):
         raise ConfigError(f"backend must be a string, got {data['backend']!r}")
-    quantizer = quantizer_of(data["backend"])
+    quantizer = _default_of(data["backend"])
     if not isinstance(quantizer, RuleQuantizer):
         raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
     named, owner = quantizer.backend.configs, quantizer.name

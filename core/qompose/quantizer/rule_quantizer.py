@@ -46,6 +46,7 @@ from qompose.spec.selectors import (
     REGEX,
     SUBGRAPH,
     TYPE,
+    ConfigChoice,
     Kind,
     ObjectType,
     Selectors,
@@ -66,7 +67,11 @@ if TYPE_CHECKING:
 
 
 class RuleQuantizer(Quantizer):
-    """A quantizer that works from a backend's rule table and the user's selectors (`spec.selectors`)."""
+    """A quantizer that works from a backend's rule table and the user's selectors (`spec.selectors`).
+
+    Selectors take a configuration by its name, too: `set_global("static per-channel")`. A mode stands for
+    the backend's first configuration of that mode.
+    """
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -84,12 +89,12 @@ class RuleQuantizer(Quantizer):
         """Return a copy of the settings made so far."""
         return self._selectors.copy()
 
-    def set_global(self, config: QuantizationConfig | None) -> Self:
+    def set_global(self, config: ConfigChoice) -> Self:
         """Use `config` for every operator that no other selector speaks of."""
         self._selectors.set(for_everything(self._checked(config)))
         return self
 
-    def set_object_type(self, object_type: ObjectType, config: QuantizationConfig | None) -> Self:
+    def set_object_type(self, object_type: ObjectType, config: ConfigChoice) -> Self:
         """Use `config` for a module type, an aten operator, or what a function of torch is exported as.
 
         Raises:
@@ -98,9 +103,7 @@ class RuleQuantizer(Quantizer):
         self._selectors.set(for_kind(kind_of(object_type), self._checked(config)))
         return self
 
-    def set_module_type(
-        self, module_type: type[nn.Module], config: QuantizationConfig | None
-    ) -> Self:
+    def set_module_type(self, module_type: type[nn.Module], config: ConfigChoice) -> Self:
         """Use `config` for what modules of a type compute, their submodules included.
 
         Raises:
@@ -112,9 +115,7 @@ class RuleQuantizer(Quantizer):
             )
         return self.set_object_type(module_type, config)
 
-    def set_operator_type(
-        self, operator_type: ObjectType, config: QuantizationConfig | None
-    ) -> Self:
+    def set_operator_type(self, operator_type: ObjectType, config: ConfigChoice) -> Self:
         """Use `config` for an aten operator, or what a function of torch is exported as.
 
         Raises:
@@ -124,7 +125,7 @@ class RuleQuantizer(Quantizer):
             raise SelectorError(f"expected an operator, got {operator_type!r}: see set_module_type")
         return self.set_object_type(operator_type, config)
 
-    def set_module_name_regex(self, regex: str, config: QuantizationConfig | None) -> Self:
+    def set_module_name_regex(self, regex: str, config: ConfigChoice) -> Self:
         """Use `config` for what is inside modules whose whole path `regex` matches; the first set wins.
 
         Raises:
@@ -133,9 +134,7 @@ class RuleQuantizer(Quantizer):
         self._selectors.set(for_regex(regex, self._checked(config)))
         return self
 
-    def set_filter(
-        self, function: Callable[[Node], object], config: QuantizationConfig | None
-    ) -> Self:
+    def set_filter(self, function: Callable[[Node], object], config: ConfigChoice) -> Self:
         """Use `config` for the operators of the exported program for which `function(node)` is true.
 
         It is called once for every operator, in graph order.
@@ -146,7 +145,7 @@ class RuleQuantizer(Quantizer):
         self._selectors.set(for_filter(function, self._checked(config)))
         return self
 
-    def set_module_name(self, module_name: str, config: QuantizationConfig | None) -> Self:
+    def set_module_name(self, module_name: str, config: ConfigChoice) -> Self:
         """Use `config` for one module and all inside it; None leaves them in float.
 
         A name that is not in the program is an error when the program is prepared.
@@ -158,7 +157,7 @@ class RuleQuantizer(Quantizer):
         self,
         inputs: str | Sequence[str],
         outputs: str | Sequence[str],
-        config: QuantizationConfig | None,
+        config: ConfigChoice,
     ) -> Self:
         """Use `config` for all that lies on a path from `inputs` to `outputs`, these included.
 
@@ -173,7 +172,7 @@ class RuleQuantizer(Quantizer):
         module_name: str,
         object_type: ObjectType,
         index: int,
-        config: QuantizationConfig | None,
+        config: ConfigChoice,
     ) -> Self:
         """Use `config` for the call number `index`, from 0, that one module itself makes.
 
@@ -195,13 +194,16 @@ class RuleQuantizer(Quantizer):
         self._selectors.filter_function = function
         return self
 
-    def _checked(self, config: QuantizationConfig | None) -> QuantizationConfig | None:
+    def _checked(self, config: ConfigChoice) -> QuantizationConfig | None:
         """Refuse a configuration that no rule, or no rule with a weight, of the backend can follow."""
         if config is None:
             return None
+        if isinstance(config, str):
+            config = config_named(config, self.backend.configs, self.name)
         if not isinstance(config, QuantizationConfig):
             raise ConfigError(
-                f"expected a QuantizationConfig, or None to leave operators in float, got {config!r}"
+                "expected a QuantizationConfig, the name of one, or None to leave operators in float, got "
+                f"{config!r}"
             )
         weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
         rules = weighted or self.backend.rules
@@ -308,6 +310,24 @@ def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[s
 
 Named = Mapping[str, QuantizationConfig]
 Config = QuantizationConfig | None
+
+
+def config_named(name: str, named: Named, owner: str) -> QuantizationConfig:
+    """Return a backend's configuration of a name, or else its first one of a mode.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    if name in named:
+        return named[name]
+    of_mode = (config for config in named.values() if config.mode == name)
+    found = next(of_mode, None)
+    if found is None:
+        raise ConfigError(
+            f"Backend {owner!r} has no configuration {name!r}{near_names(name, named)}; "
+            f"it has {', '.join(map(repr, named)) or 'none'}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -442,13 +462,13 @@ def selectors_from_data(data: Any, named: Named, owner: str) -> Selectors:
     for number, entry in enumerate(data):
         where = f"{owner}, selector {number}"
         try:
-            selectors.set(_setting_from_data(entry, named))
+            selectors.set(_setting_from_data(entry, named, owner))
         except (ConfigError, SelectorError) as error:
             raise type(error)(f"{where}: {error}") from None
     return selectors
 
 
-def _setting_from_data(entry: Any, named: Named) -> Setting:
+def _setting_from_data(entry: Any, named: Named, owner: str) -> Setting:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"expected an object with the keys select and config, got {entry!r}")
     level = entry.get("select")
@@ -465,7 +485,7 @@ def _setting_from_data(entry: Any, named: Named) -> Setting:
     values = {key: entry[key] for key in form.keys}
     for key in which:
         values["kind"] = _KINDS[key](entry[key])
-    return form.read(**values, config=_config_from_data(entry["config"], named))
+    return form.read(**values, config=_config_from_data(entry["config"], named, owner))
 
 
 def _which_kind(entry: Mapping[str, Any]) -> tuple[str]:
@@ -485,12 +505,5 @@ def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
         raise ConfigError(f"missing keys {', '.join(missing)}")
 
 
-def _config_from_data(data: Any, named: Named) -> Config:
-    if isinstance(data, str):
-        if data not in named:
-            raise ConfigError(
-                f"no configuration of this backend is called {data!r}{near_names(data, named)}; there are "
-                f"{', '.join(map(repr, named))}"
-            )
-        return named[data]
-    return config_from_json(data)
+def _config_from_data(data: Any, named: Named, owner: str) -> Config:
+    return config_named(data, named, owner) if isinstance(data, str) else config_from_json(data)

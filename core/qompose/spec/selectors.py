@@ -44,6 +44,9 @@ ObjectType: TypeAlias = (
 )
 """What a selector by type takes: a module type, an aten operator, or a function of torch."""
 
+ConfigChoice: TypeAlias = "QuantizationConfig | str | None"
+"""What a selector gives: a configuration, the name of one of the backend's, a mode, or None for float."""
+
 
 @dataclass(frozen=True)
 class Kind:

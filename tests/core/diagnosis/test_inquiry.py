@@ -209,7 +209,7 @@ class TestWithAConfiguration:
 
     def test_what_is_no_configuration(self) -> None:
         with pytest.raises(ConfigError, match="QuantizationConfig"):
-            can_quantize(MIXED, "linear", toy(), "static")  # type: ignore[arg-type]
+            can_quantize(MIXED, "linear", toy(), 8)  # type: ignore[arg-type]
 
     def test_a_subclass_keeps_its_ways(self) -> None:
         class Mine(qompose.RuleQuantizer):

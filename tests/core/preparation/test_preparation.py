@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda net: qompose.compose(toy(), object()), UserError, "builtins.object",
     ),
     "a name for a quantizer": (
-        lambda net: qompose.prepare_pt2e(PROGRAM, "toy"), UserError, "qompose.compose",
+        lambda net: qompose.prepare_pt2e(PROGRAM, "toy"), BackendNotFoundError, "'toy'",
     ),
     "a class for a quantizer": (
         lambda net: qompose.prepare_pt2e(PROGRAM, RuleQuantizer), UserError, "RuleQuantizer.* call",
@@ -208,8 +208,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "quantize without example inputs": (
         lambda net: qompose.quantize(net, backends=[toy()]), UserError, "example_inputs",
     ),
-    "quantize with a tensor for example inputs": (
-        lambda net: qompose.quantize(net, X, backends=[toy()]), UserError, "example_inputs",
+    "quantize with a number for example inputs": (
+        lambda net: qompose.quantize(net, 3, backends=[toy()]), UserError, "example_inputs",
     ),
     "quantize without backends": (lambda net: qompose.quantize(net, (X,), backends=[]), UserError, ""),
     "quantize without calibration": (

@@ -14,7 +14,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose import ComposableQuantizer, QomposeError, RuleQuantizer
-from qompose.errors import ConfigError, PluginError, SelectorError
+from qompose.errors import BackendNotFoundError, ConfigError, PluginError, SelectorError
 from qompose.quantizer import quantizer_from_dict, quantizer_from_json
 from torch import nn
 
@@ -36,6 +36,10 @@ from tests.core.toy import (
 __all__ = ["install"]  # a fixture
 
 aten = torch.ops.aten
+
+
+def named(config: qompose.QuantizationConfig, name: str) -> qompose.QuantizationConfig:
+    return dataclasses.replace(config, name=name)
 
 
 @pytest.fixture
@@ -235,3 +239,63 @@ class TestErrors:
     def test_text_that_is_no_configuration(self, text: str) -> None:
         with pytest.raises(ConfigError):
             quantizer_from_json(text)
+
+
+@pytest.mark.usefixtures("installed")
+class TestConfigurationsByName:
+    """What a backend calls a configuration stands for it, and a mode for its first one of that mode."""
+
+    PROGRAM = torch.export.export(nn.Linear(3, 4).eval(), (torch.randn(2, 3),))
+
+    @pytest.mark.parametrize(
+        ("written", "config"),
+        [
+            pytest.param("alpha", STATIC, id="the default"),
+            pytest.param("alpha:dynamic", DYNAMIC, id="by name"),
+            pytest.param("alpha:weight-only", WEIGHT_ONLY, id="with a dash"),
+        ],
+    )
+    def test_of_an_installed_backend(self, written: str, config: Any) -> None:
+        (setting,) = qompose.quantizer_of(written).selectors.settings  # type: ignore[attr-defined]
+        assert setting.config == config
+        for quantizer in (written, [written], qompose.compose(written), qompose.compose([written])):
+            (claim,) = plan_of(prepare(self.PROGRAM, quantizer)).claims
+            assert (claim.owner, claim.config) == ("alpha", config.name)
+
+    def test_lists_are_in_order_of_priority(self) -> None:
+        members = ["beta:dynamic", qompose.quantizer_of("alpha"), ["alpha:weight-only"]]
+        for quantizer in (members, tuple(members), qompose.compose(*members)):
+            (claim,) = plan_of(prepare(self.PROGRAM, quantizer)).claims
+            assert (claim.owner, claim.config) == ("beta", "dynamic")
+        assert [m.name for m in qompose.compose(members).members] == ["beta", "alpha", "alpha"]
+
+    def test_each_selector_takes_names(self) -> None:
+        quantizer = alpha().set_global("static").set_module_type(nn.Linear, "dynamic")
+        quantizer.set_module_name("head", "weight-only").set_filter(bool, "static")
+        found = [setting.config for setting in quantizer.selectors.settings]
+        assert found == [STATIC, DYNAMIC, WEIGHT_ONLY, STATIC]
+
+    def test_a_mode_is_the_first_configuration_of_it(self) -> None:
+        configs = {"per tensor": PER_TENSOR, "static fine": named(STATIC, "static fine")}
+        quantizer = RuleQuantizer(ToyBackend(configs=configs))
+        assert quantizer.set_global("static").selectors.configs() == [PER_TENSOR]
+        with pytest.raises(ConfigError, match="dynamic"):
+            quantizer.set_global("dynamic")
+
+    @pytest.mark.parametrize("written", ["alpha:dynamc", "alpha:", "alpha:dynamic:static"])
+    def test_one_that_is_not_there(self, written: str) -> None:
+        with pytest.raises(ConfigError, match=r"'alpha' .*'dynamic'"):
+            qompose.compose(written)
+        with pytest.raises(BackendNotFoundError):
+            qompose.compose("gamma:dynamic")
+
+    def test_a_quantizer_without_selectors_takes_none(self, install: Any) -> None:
+        install(alpha=lambda: ToyBackend(name="alpha", quantizer_class=NullQuantizer))
+        with pytest.raises(ConfigError, match="'alpha'"):
+            qompose.compose("alpha:static")
+
+    def test_questions_take_names_too(self) -> None:
+        answer = qompose.can_quantize(self.PROGRAM, "linear", ["alpha", "beta"], "dynamic")
+        assert answer.config == "dynamic"
+        refused = qompose.can_quantize(self.PROGRAM, "linear", "alpha", "dynamc")
+        assert not refused and "'dynamic'" in refused.reason
