@@ -34,7 +34,7 @@ def packages() -> tuple[str, ...]:
     """Return the packages of this repository with public names: core's, and that of each plugin."""
     plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/*/__init__.py"))
     submodules = sorted(f"qompose.{name}" for name in qompose._submodules)
-    return ("qompose", *submodules, "qompose.testing", *plugins)
+    return ("qompose", *submodules, "qompose.backend.kit", "qompose.testing", *plugins)
 
 
 def public_names() -> set[str]:
@@ -43,6 +43,8 @@ def public_names() -> set[str]:
     for package in packages():
         module = importlib.import_module(package)
         for name in module.__all__:
+            if inspect.ismodule(getattr(module, name)):  # with names of its own
+                continue
             found.setdefault(id(getattr(module, name)), f"{package}.{name}")
     return set(found.values())
 

@@ -73,6 +73,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/reference/diagnosis",
             "docs/reference/artefacts",
             "docs/reference/backends",
+            "docs/reference/kit",
             "docs/reference/testing",
             "docs/reference/*",
         ),

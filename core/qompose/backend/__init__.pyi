@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The public names: read at run time by lazy_loader, and by type checkers.
 
+from . import kit as kit
 from .capabilities import Capabilities as Capabilities, Capability as Capability, Support as Support
 from .discovery import (
     API_VERSION as API_VERSION,

@@ -477,6 +477,7 @@ def _operator(
 PUBLIC_MODULES = (
     "qompose",
     *(f"qompose.{name}" for name in sorted(_submodules)),
+    "qompose.backend.kit",
     "qompose.testing",
 )
 

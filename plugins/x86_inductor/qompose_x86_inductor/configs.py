@@ -4,22 +4,13 @@
 from __future__ import annotations
 
 import torch
-from qompose import (
-    QuantizationConfig,
-    QuantizationSpec,
-    SmoothQuant,
-    activation_spec,
-    training_config,
-    weight_spec,
-)
+from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
+from qompose.backend import kit
 from qompose.errors import ConfigError
 from qompose.observers import PlaceholderObserver
 
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.operators.linear_weight_only import GROUP_SIZES
-
-_INT4 = (-8, 7)
-_FEW_BITS = {(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1): f"int{bits}" for bits in (4, 3, 2)}
 
 WEIGHT_RANGES = {
     "avx2": exactness.NARROW,
@@ -87,58 +78,43 @@ def get_default_x86_inductor_quantization_config(
         ConfigError: options that exclude one another, unknown ones, or weights' bounds that reach
             further to one side.
     """
-    _check_booleans(
+    _check(reduce_range, weight_only, per_token, isa)
+    if isa is not None and group_size is None and not weight_only:
+        low, high = WEIGHT_RANGES[isa]
+        weight_qmin = low if weight_qmin is None else weight_qmin
+        weight_qmax = high if weight_qmax is None else weight_qmax
+    make = kit.ConfigFactory(
+        activation=(torch.uint8, 0, 255),
+        # The arithmetic of weights alone is float.
+        weight=exactness.FULL if weight_only else exactness.recommended_weight_range(),
+        outputs=False,
+        group_sizes=GROUP_SIZES,
+        symmetric_groups=False,
+        head=_head,
+    )
+    return make(
         is_qat=is_qat,
         is_dynamic=is_dynamic,
-        reduce_range=reduce_range,
         weight_only=weight_only,
+        act_qmax=127 if reduce_range else None,
+        weight_qmin=weight_qmin,
+        weight_qmax=weight_qmax,
+        group_size=group_size,
+        symmetric=symmetric,
         per_token=per_token,
+        range=range,
+        weight_range=weight_range,
         balance=balance,
-        **({} if symmetric is None else {"symmetric": symmetric}),
-    )
-    symmetric = group_size is None if symmetric is None else symmetric
-    _check(is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
-    mode = "weight-only" if weight_only else "dynamic" if is_dynamic else "static"
-    low, high = _usual_weights(weight_only, group_size, isa)
-    low = low if weight_qmin is None else weight_qmin
-    high = high if weight_qmax is None else weight_qmax
-    few_bits = _FEW_BITS.get((low, high))
-    words = (
-        few_bits or ("int8" if weight_only else ""),
-        f"groups of {group_size}" if group_size else "per token" if per_token else "",
-    )
-    here = (low, high) if few_bits else _usual_weights(weight_only, group_size, None)
-    choices = (
-        ("activations", [0, 127], reduce_range),
-        ("weights", [low, high], (low, high) != here),
-        ("weights", "symmetric", group_size is not None and symmetric),
-        ("range", range, range != "auto"),
-        ("weight range", weight_range, weight_range != "minmax"),
-        ("balance", balance, not balance),
-        ("algorithms", _listed(algorithms), algorithms is not None),
-    )
-    config = QuantizationConfig(
-        _activation(mode, 127 if reduce_range else 255, range, per_token),
-        None,
-        _weight(low, high, group_size, weight_range, symmetric),
-        None,
-        balance=balance and mode == "static",
-        name=_name(mode, words, choices),
         algorithms=algorithms,
+        fake_quantize=fake_quantize,
     )
-    return training_config(config, fake_quantize, is_qat=is_qat)
 
 
-def _listed(words: object) -> str:
-    if not isinstance(words, (tuple, list)):
-        return "" if words is None else str(words)
-    return " and ".join(map(str, words)) or "none"
-
-
-def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:
-    """Return the mode with its words, followed by the choices that are unusual."""
-    unusual = (f"{what} {chosen}" for what, chosen, is_unusual in choices if is_unusual)
-    return ", ".join((" ".join(filter(None, (mode, *words))), *unusual))
+def _head(options: kit.ConfigOptions, bits: int) -> str:
+    integers = f"int{bits}" if bits != 8 or options.weight_only else ""
+    groups = f"groups of {options.group_size}" if options.group_size else ""
+    words = (options.mode, integers, groups, "per token" if options.per_token else "")
+    return " ".join(filter(None, words))
 
 
 def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
@@ -150,75 +126,21 @@ def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
     return QuantizationConfig(None, None, weight, None, name="weight-only float16")
 
 
-def _check_booleans(**options: object) -> None:
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
-
-
-def _check(
-    is_dynamic: bool,
-    reduce_range: bool,
-    weight_only: bool,
-    group_size: int | None,
-    per_token: bool,
-    isa: str | None,
-) -> None:
-    if weight_only and (is_dynamic or reduce_range):
-        raise ConfigError(
-            "weight_only=True leaves activations in float: it excludes is_dynamic=True and reduce_range=True"
-        )
-    if per_token and reduce_range:
-        raise ConfigError(
-            "per_token=True quantizes to the whole of int8: it excludes reduce_range=True"
-        )
-    if group_size is not None and not weight_only:
-        raise ConfigError(
-            f"group_size={group_size!r} needs weight_only=True: oneDNN's int8 products have one scale per "
-            "output channel"
-        )
-    if group_size is not None and (type(group_size) is not int or group_size not in GROUP_SIZES):
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ConfigError(
-            f"group_size must be one of {sizes}, which torch's kernel supports, got {group_size!r}"
-        )
+def _check(reduce_range: bool, weight_only: bool, per_token: bool, isa: str | None) -> None:
+    kit.check_booleans(reduce_range=reduce_range, weight_only=weight_only, per_token=per_token)
+    if reduce_range and (weight_only or per_token):
+        other = "weight_only=True leaves activations in float"
+        other = other if weight_only else "per_token=True quantizes to the whole of int8"
+        raise ConfigError(f"{other}: it excludes reduce_range=True")
     if isa not in (None, *WEIGHT_RANGES):
         known = ", ".join(WEIGHT_RANGES)
         raise ConfigError(f"isa must be None (this machine) or one of {known}, got {isa!r}")
 
 
-def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -> tuple[int, int]:
-    if group_size is not None:
-        return _INT4
-    if weight_only:
-        return exactness.FULL  # the arithmetic is float
-    return exactness.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
-
-
-def _weight(
-    low: int, high: int, group_size: int | None, range: str, symmetric: bool
-) -> QuantizationSpec:
-    """Return a weight's specification. Bounds that reach further to one side would clip the other."""
-    spec = weight_spec(low, high, group_size=group_size, range=range, symmetric=symmetric)
-    if high < 1 or -low not in (high, high + 1):
-        raise ConfigError(
-            "weight_qmin must be -weight_qmax or one less, and weight_qmax at least 1, "
-            f"got [{low}, {high}]"
-        )
-    return spec
-
-
-def _activation(mode: str, high: int, range: str, per_token: bool) -> QuantizationSpec | None:
-    dtype, low, high = (torch.int8, -128, 127) if per_token else (torch.uint8, 0, high)
-    dynamic = mode == "dynamic"
-    made = activation_spec(dtype, low, high, range=range, is_dynamic=dynamic, per_token=per_token)
-    return None if mode == "weight-only" else made
-
-
 def named() -> dict[str, QuantizationConfig]:
     """Return the backend's configurations by name; the first is the default."""
     make = get_default_x86_inductor_quantization_config
-    made = (
+    return kit.named(
         make(),
         make(reduce_range=True),
         make(is_dynamic=True),
@@ -229,4 +151,3 @@ def named() -> dict[str, QuantizationConfig]:
         make(weight_only=True, group_size=128),
         get_x86_inductor_linear_dynamic_fp16_config(),
     )
-    return {config.name: config for config in made}

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from qompose import QuantizationConfig, SmoothQuant, activation_spec, training_config, weight_spec
+from qompose import QuantizationConfig, SmoothQuant
+from qompose.backend import kit
 from qompose.errors import ConfigError
 
 from qompose_xnnpack.rules.constraints import GROUP_SIZES
-
-_INT8, _INT4 = (-127, 127), (-8, 7)
 
 
 def get_symmetric_quantization_config(
@@ -65,114 +60,44 @@ def get_symmetric_quantization_config(
     Raises:
         ConfigError: arguments exclude one another, or an argument has a value that does not exist.
     """
-    _check_kinds(
-        {"is_per_channel": is_per_channel, "is_qat": is_qat, "is_dynamic": is_dynamic,
-         "weight_only": weight_only, "per_token": per_token, "balance": balance},
-        {"act_qmin": act_qmin, "act_qmax": act_qmax, "weight_qmin": weight_qmin,
-         "weight_qmax": weight_qmax, "group_size": group_size},
-    )  # fmt: skip
-    _check(is_dynamic=is_dynamic, group_size=group_size, weight_only=weight_only)
-    _check_of_use(
-        {"act_qmin": act_qmin, "act_qmax": act_qmax, "range": range},
-        weight_only=weight_only,
-        lone_scale=not (per_token or is_dynamic),
-    )
-    bounds = _bounds(_INT8 if group_size is None else _INT4, weight_qmin, weight_qmax)
-    weight = weight_spec(
-        *bounds, per_channel=is_per_channel, group_size=group_size, range=weight_range
-    )
-    static = not (is_dynamic or weight_only)
-    words = (
-        "weight-only" if weight_only else "dynamic" if is_dynamic else "static",
-        "int4" if bounds == _INT4 else "",
-        f"groups of {group_size}" if group_size else "",
-        "" if group_size else "per-channel" if is_per_channel else "per-tensor",
-    )
-    choices = (
-        ("activations", [act_qmin, act_qmax], [-128, 127]),
-        ("weights", [*bounds], [*(_INT4 if bounds == _INT4 else _INT8)]),
-        ("range", range, "auto"),
-        ("weight range", weight_range, "minmax"),
-        ("balance", balance, True),
-        ("algorithms", _listed(algorithms), ""),
-    )
-    lone_scale = is_dynamic and not per_token
-    per_token = per_token and is_dynamic
-    kind: dict[str, Any] = {"range": range, "is_dynamic": is_dynamic, "per_token": per_token}
-    activation = None if weight_only else activation_spec(torch.int8, act_qmin, act_qmax, **kind)
-    output = activation if static else None
-    name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
-    balance = balance and static
-    config = QuantizationConfig(
-        activation, output, weight, balance=balance, name=name, algorithms=algorithms
-    )
-    return training_config(config, fake_quantize, is_qat=is_qat)
-
-
-def _bounds(usual: tuple[int, int], low: int | None, high: int | None) -> tuple[int, int]:
-    return usual[0] if low is None else low, usual[1] if high is None else high
-
-
-def _listed(words: object) -> str:
-    if not isinstance(words, (tuple, list)):
-        return "" if words is None else str(words)
-    return " and ".join(map(str, words)) or "none"
-
-
-def _name(
-    words: tuple[str, ...], scale: tuple[str, ...], choices: tuple[tuple[str, object, object], ...]
-) -> str:
-    """Return the kind of a configuration in words, followed by its choices other than the defaults."""
-    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
-    return ", ".join((" ".join(filter(None, words)), *scale, *unusual))
-
-
-_ACTIVATION = {"act_qmin": -128, "act_qmax": 127, "range": "auto"}
-
-
-def _check_kinds(flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
-    """Reject flags other than bool and numbers other than int, which Python or torch would accept."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{name} must be True or False, got {flag!r}")
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-            raise ConfigError(f"{name} must be an integer, got {number!r}")
-
-
-def _check_of_use(given: Mapping[str, object], *, weight_only: bool, lone_scale: bool) -> None:
-    """Reject arguments that would be ignored silently."""
-    unused = [f"{name}={value!r}" for name, value in given.items() if value != _ACTIVATION[name]]
-    if weight_only and unused:
-        raise ConfigError(
-            f"weight_only=True leaves activations in float, and {', '.join(unused)} is for those that are "
-            "quantized: leave one of them out"
-        )
-    if lone_scale:
+    kit.check_booleans(per_token=per_token)
+    if not (per_token or is_dynamic):
         raise ConfigError(
             "per_token=False is for activations that are quantized when the model runs: it needs "
             "is_dynamic=True. Static ones have one scale anyway"
         )
+    return _make(
+        is_per_channel=is_per_channel,
+        is_qat=is_qat,
+        is_dynamic=is_dynamic,
+        act_qmin=act_qmin,
+        act_qmax=act_qmax,
+        weight_qmin=weight_qmin,
+        weight_qmax=weight_qmax,
+        group_size=group_size,
+        weight_only=weight_only,
+        per_token=per_token and is_dynamic,
+        range=range,
+        weight_range=weight_range,
+        balance=balance,
+        algorithms=algorithms,
+        fake_quantize=fake_quantize,
+    )
 
 
-def _check(*, is_dynamic: bool, group_size: int | None, weight_only: bool) -> None:
-    if weight_only and is_dynamic:
-        raise ConfigError(
-            "weight_only=True leaves activations in float, and is_dynamic=True does not"
-        )
-    if group_size is None:
-        return
-    if not (is_dynamic or weight_only):
-        raise ConfigError(
-            f"group_size={group_size!r} needs is_dynamic=True or weight_only=True: XNNPACK has no static "
-            "kernel for weights in groups"
-        )
-    if group_size not in GROUP_SIZES:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ConfigError(f"group_size={group_size!r}: the sizes that XNNPACK packs are {sizes}")
+def _head(options: kit.ConfigOptions, bits: int) -> str:
+    channels = "per-channel" if options.is_per_channel else "per-tensor"
+    scales = f"groups of {options.group_size}" if options.group_size else channels
+    head = " ".join(filter(None, (options.mode, f"int{bits}" if bits != 8 else "", scales)))
+    lone = options.is_dynamic and not options.per_token
+    return f"{head}, one scale per tensor" if lone else head
 
 
-_NAMED = (
+_make = kit.ConfigFactory(
+    group_sizes=GROUP_SIZES, group_modes=("dynamic", "weight-only"), head=_head
+)
+
+CONFIGS = kit.named(
     get_symmetric_quantization_config(is_per_channel=True),
     get_symmetric_quantization_config(),
     get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True),
@@ -181,5 +106,4 @@ _NAMED = (
     get_symmetric_quantization_config(is_per_channel=True, weight_only=True),
     get_symmetric_quantization_config(weight_only=True, group_size=32),
 )
-CONFIGS = {config.name: config for config in _NAMED}
 """The backend's named configurations; the first is the default."""

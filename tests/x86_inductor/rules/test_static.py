@@ -19,6 +19,8 @@ from tests.x86_inductor.small_models import assert_lowers_right, calls, converte
 IMAGE, SEQUENCE, ROWS = randn(2, 4, 9, 8), randn(2, 4, 9), randn(2, 3, 8)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
+    "relu6 in place": lambda x: F.relu6(x, inplace=True), "hardtanh clip_": lambda x: x.clip_(-0.3, 0.4),
+    "hardtanh clamp": lambda x: x.clamp(max=0.4),
     "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu,
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
 }  # fmt: skip
@@ -39,7 +41,13 @@ BEHIND = [(kind, name) for kind in ("conv2d", "conv1d", "linear") for name in AC
     ("kind", "name"),
     at_once(
         [*BEHIND, ("linear", "tanh")],
-        *(("conv2d", "relu"), ("conv1d", "silu"), ("linear", "gelu tanh"), ("conv2d", "hardtanh")),
+        *(
+            ("conv2d", "relu"),
+            ("conv1d", "silu"),
+            ("linear", "gelu tanh"),
+            ("conv2d", "hardtanh clip_"),
+            ("linear", "hardtanh clamp"),
+        ),
     ),
 )
 def test_a_function_behind_a_product_is_part_of_it(kind: str, name: str) -> None:

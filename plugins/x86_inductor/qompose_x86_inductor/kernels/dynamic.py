@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose.backend import DynamicTensor, NotLowerable, Region
+from qompose.backend import DynamicTensor, NotLowerable, Region, kit
 from torch.fx import Node
 
-from qompose_x86_inductor.kernels.static import ProductEmitter, channel_scales
+from qompose_x86_inductor.kernels.static import ProductEmitter
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.patterns import Activation
 
@@ -56,5 +56,5 @@ def per_token(region: Region) -> Node:
 
 def _constants(region: Region, source: DynamicTensor) -> list[Any]:
     weight = region.quantized("weight")
-    scales = channel_scales(region, weight)
+    scales = kit.channel_scales(region, weight)
     return [source.node, weight.node, scales, region.argument("linear", "bias")]

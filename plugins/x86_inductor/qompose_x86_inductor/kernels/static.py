@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from qompose.backend import Kernel, NotLowerable, QuantizedTensor, Region
+from qompose.backend import Kernel, NotLowerable, QuantizedTensor, Region, kit
 from torch.fx import Node
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
@@ -26,17 +25,6 @@ from qompose_x86_inductor.patterns import Activation, anchor_of
 
 aten = torch.ops.aten
 _OPS = getattr(torch.ops, NAMESPACE)
-
-# operator -> the bounds that it keeps values in: numbers, or names of its schema arguments
-_CLAMPS: dict[str, tuple[float | str, float | str]] = {
-    "relu": (0.0, math.inf),
-    "relu6": (0.0, 6.0),
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-    "clip": ("min", "max"),
-    "clamp_min": ("min", math.inf),
-    "clamp_max": (-math.inf, "max"),
-}
 
 
 class ProductEmitter:
@@ -68,14 +56,14 @@ class ProductEmitter:
 
     def _linear(self, region: Region) -> ProductCall:
         source, weight = region.quantized("input"), region.quantized("weight")
-        scales, bias = channel_scales(region, weight), region.argument("linear", "bias")
+        scales, bias = kit.channel_scales(region, weight), region.argument("linear", "bias")
         arguments: list[Any] = [*_per_tensor(source), weight.node, scales, bias]
         summand = Summand(_summand(region)) if self.add else None
         return ProductCall(self.name, Product(*arguments), self._output(region), summand=summand)
 
     def _convolution(self, region: Region) -> ProductCall:
         source, weight = region.quantized("input"), region.quantized("weight")
-        scales, bias = channel_scales(region, weight), region.argument("conv", "bias")
+        scales, bias = kit.channel_scales(region, weight), region.argument("conv", "bias")
         image, kernel, geometry = _as_image(region, source, weight)
         arguments: list[Any] = [image, *_per_tensor(source)[1:], kernel, scales, bias]
         summand = None
@@ -90,13 +78,7 @@ class ProductEmitter:
 
     def post_op(self, region: Region) -> list[Any]:
         """Return name, numbers and algorithm of the function that is fused into the product."""
-        activation = self.activation
-        if activation is None:
-            return []
-        given = (float(region.argument("act", name)) for name in activation.arguments)
-        algorithm = activation.algorithm and region.argument("act", activation.algorithm)
-        numbers = [*activation.numbers, *given]
-        return [activation.post_op, numbers, *([algorithm] if algorithm else [])]
+        return [] if self.activation is None else self.activation.write(region)
 
 
 def product_kernel(
@@ -130,11 +112,8 @@ class UnaryEmitter:
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.backend.Kernel`."""
-        literals = {name: region.argument("output", name) for name in self.names}
-        if "stride" in literals:
-            literals["stride"] = literals["stride"] or literals["kernel_size"]
-        arguments = [*_per_tensor(region.quantized("self")), *literals.values()]
-        return _called(region, self.operator, arguments)
+        source = _per_tensor(region.quantized("self"))
+        return _called(region, self.operator, [*source, *kit.window(region, *self.names)])
 
 
 def multiply(region: Region) -> Node:
@@ -149,66 +128,16 @@ def max_pool(region: Region) -> Node:
     Raises:
         NotLowerable: input and output differ in scale or zero point.
     """
-    source, output = _kept(region)
+    source, output = kit.kept(region)
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    window = {name: region.argument("output", name) for name in names}
-    window["stride"] = window["stride"] or window["kernel_size"]
-    flat = "max_pool1d" in str(region.node("output").target)
-    if not flat:
-        sizes = [_sizes(window[name], 2) for name in names[:-1]]
-        target = _OPS.max_pool2d.default
-        arguments = [source.node, *sizes, window["ceil_mode"]]
-        return region.call(target, *arguments, dtype=output.dtype)
-    for name, around in zip(names, (1, 1, 0, 1), strict=False):
-        window[name] = [around, *_sizes(window[name], 1)]
-    image = _unsqueezed(region, source.node)
-    pooled = region.step(_OPS.max_pool2d.default, image, *window.values())
+    *window, ceil_mode = kit.window(region, *names)
+    target = _OPS.max_pool2d.default
+    if "max_pool1d" not in str(region.node("output").target):
+        both = [kit.sizes(given, 2) for given in window]
+        return region.call(target, source.node, *both, ceil_mode, dtype=output.dtype)
+    flat = [[one, *kit.sizes(g, 1)] for one, g in zip((1, 1, 0, 1), window, strict=True)]
+    pooled = region.step(target, _unsqueezed(region, source.node), *flat, ceil_mode)
     return region.call(aten.squeeze.dim, pooled, 2, dtype=output.dtype)
-
-
-def clamp(region: Region) -> Node:
-    """Emit a relu, hardtanh or clamp on integers, whose bounds become integers.
-
-    Raises:
-        NotLowerable: input and output differ in scale or zero point.
-    """
-    source, output = _kept(region)
-    operator = str(region.node("output").target).removeprefix("aten.").partition(".")[0]
-    low, high = (
-        _integer(
-            region.argument("output", bound) if isinstance(bound, str) else bound, output, side
-        )
-        for bound, side in zip(
-            _CLAMPS[operator.rstrip("_")], (output.low, output.high), strict=True
-        )
-    )
-    return region.call(aten.clamp.default, source.node, low, high, dtype=output.dtype)
-
-
-def unmoved(region: Region) -> Node:
-    """Put the integers of its input in the place of an operator that changes no value.
-
-    Raises:
-        NotLowerable: input and output differ in scale or zero point.
-    """
-    return _kept(region)[0].node
-
-
-def _kept(region: Region) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Return the region's only input and its output, of one scale. Raises `NotLowerable`."""
-    (source,) = region.quantized_inputs(region.claim.operands[0].role)
-    output = region.quantized("output")
-    if source.qparams != output.qparams:
-        raise NotLowerable("input and output differ in scale or zero point")
-    return source, output
-
-
-def _integer(bound: float | None, output: QuantizedTensor, side: int) -> int:
-    """Return the integer that a bound becomes; `side` is the one where there is no bound."""
-    if bound is None or math.isinf(bound):
-        return side
-    steps = int(round(bound / output.scale) + output.zero_point)
-    return min(max(steps, output.low), output.high)
 
 
 def _summand(region: Region) -> Any:
@@ -221,30 +150,19 @@ def _summand(region: Region) -> Any:
 def _as_image(
     region: Region, source: QuantizedTensor, weight: QuantizedTensor
 ) -> tuple[Node, Node, Geometry]:
-    """Return the integers that a convolution reads, its weight and geometry, all of an image.
+    """Return image, weight and geometry of a convolution, one over sequences as one over images of height 1.
 
     Zeros of padding="same" that are more on one side are put around the integers, as the zero point.
     """
-    kernel, image, weight_node = list(weight.tensor.shape[2:]), source.node, weight.node
-    stride, padding, dilation, groups = (region.argument("conv", name) for name in Geometry._fields)
-    stride, dilation = (_sizes(given, len(kernel)) for given in (stride, dilation))
-    if isinstance(padding, str):
-        totals = [gap * (taps - 1) for gap, taps in zip(dilation, kernel, strict=True)]
-        totals = [0] * len(kernel) if padding == "valid" else totals
-        padding = [total // 2 for total in totals]
-        if any(total % 2 for total in totals):
-            sides = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
-            pad = aten.constant_pad_nd.default
-            image = region.step(pad, image, sides, source.zero_point)
-            padding = [0] * len(kernel)
-    geometry: list[Any] = [stride, _sizes(padding, len(kernel)), dilation, groups]
-    if len(kernel) == 1:
+    found, weight_node = kit.geometry_of(region, "conv"), weight.node
+    image = kit.padded(region, source.node, found, source.zero_point)
+    stride, padding, dilation = found.stride, found.padding, found.dilation
+    if len(found.stride) == 1:
         image = _unsqueezed(region, image)
         path = f"{weight.node.target}_as_image"
         weight_node = region.constant(path, weight.tensor.unsqueeze(2))
-        for at, one in enumerate((1, 0, 1)):
-            geometry[at] = [one, *geometry[at]]
-    return image, weight_node, Geometry(*geometry)
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+    return image, weight_node, Geometry(stride, padding, dilation, found.groups)
 
 
 def _unsqueezed(region: Region, sequence: Node) -> Any:
@@ -252,22 +170,8 @@ def _unsqueezed(region: Region, sequence: Node) -> Any:
     return region.step(aten.unsqueeze.default, sequence, 2)
 
 
-def _sizes(given: Any, count: int) -> list[Any]:
-    """Return a size for each axis, from one for each or one for all."""
-    sizes: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
-    return [*sizes] * (count if len(sizes) == 1 else 1)
-
-
 def _per_tensor(quantized: QuantizedTensor) -> list[Any]:
     return [quantized.node, quantized.scale, quantized.zero_point]
-
-
-def channel_scales(region: Region, weight: QuantizedTensor) -> Node:
-    """Return a node of one scale per output channel."""
-    if isinstance(weight.scale, Node):
-        return weight.scale
-    channels = weight.tensor.shape[0]
-    return region.constant(f"{weight.node.target}_scale", weight.scales.expand(channels).clone())
 
 
 def _requantization(region: Region) -> list[Any]:

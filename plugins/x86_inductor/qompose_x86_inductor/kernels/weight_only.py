@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import torch
-from qompose.backend import NotLowerable, Region
+from qompose.backend import NotLowerable, Region, kit
 from torch.fx import Node
 
-from qompose_x86_inductor.kernels.static import channel_scales
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)
@@ -16,7 +15,9 @@ _OPS = getattr(torch.ops, NAMESPACE)
 def int8_weight(region: Region) -> Node:
     """Emit a linear of floats by an int8 weight with a scale for each output channel."""
     weight = region.quantized("weight")
-    return _weight_only(region, "linear_int8_weight", weight.node, channel_scales(region, weight))
+    return _weight_only(
+        region, "linear_int8_weight", weight.node, kit.channel_scales(region, weight)
+    )
 
 
 def int4_weight(region: Region) -> Node:

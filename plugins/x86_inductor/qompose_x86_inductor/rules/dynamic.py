@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from qompose.backend import Guard, Kernel, Pattern, Rule, TensorConstraint
+from qompose.backend import Guard, Kernel, Rule, TensorConstraint, kit
 
 from qompose_x86_inductor.kernels.dynamic import PerTensorEmitter, per_token
 from qompose_x86_inductor.kernels.static import product_kernel
-from qompose_x86_inductor.patterns import Activation, linear
-from qompose_x86_inductor.rules import guards
+from qompose_x86_inductor.patterns import Activation, anchor_of
 from qompose_x86_inductor.rules.static import ACCEPTS, ACTIVATIONS
 
 PER_TOKEN = TensorConstraint(
@@ -24,22 +23,20 @@ PER_TOKEN = TensorConstraint(
 
 def linear_rule(
     name: str,
-    patterns: tuple[Pattern, ...],
     accepts: Mapping[str, TensorConstraint],
     kernel: Kernel,
     *,
-    drawing: str = "linear",
-    guard: Guard | Sequence[Guard] = guards.float32,
+    activation: Activation | None = None,
+    guard: Sequence[Guard] = (),
+    width: int = 64,
 ) -> Rule:
     """Return a rule for a linear that reads and returns floats; without an activation, weight-only."""
-    return Rule(
+    return kit.product_rule(
+        "linear",
         name=name,
-        drawing=drawing,
-        patterns=patterns,
-        anchor="linear",
-        weight="weight",
-        bias="bias",
-        channels=(-1, -1),
+        after=() if activation is None else (activation.step,),
+        operator=anchor_of("linear"),
+        shapes=((2, width), (2, width), (2,)),
         output=False,
         modes=frozenset({"dynamic" if "activation" in accepts else "weight-only"}),
         accepts=accepts,
@@ -52,20 +49,14 @@ def _per_tensor(activation: Activation | None) -> Rule:
     """Return the rule of a linear whose input has one scale, fused with what follows it."""
     names = [activation.name] if activation is not None else []
     kernel = product_kernel("linear_dynamic", PerTensorEmitter(activation), float_output=True)
-    return linear_rule(
-        "_".join(("linear_dynamic", *names)),
-        linear(activation),
-        ACCEPTS,
-        kernel,
-        drawing=" -> ".join(("linear", *names)),
-    )
+    name = "_".join(("linear_dynamic", *names))
+    return linear_rule(name, ACCEPTS, kernel, activation=activation)
 
 
 DYNAMIC_RULES: tuple[Rule, ...] = (
     *map(_per_tensor, (*ACTIVATIONS["linear"], None)),
     linear_rule(
         "linear_dynamic_per_token",
-        linear(),
         {"activation": PER_TOKEN, "weight": ACCEPTS["weight"]},
         product_kernel("linear_dynamic_per_token", per_token, float_output=True),
     ),

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
-from qompose.backend import Kernel, Match, Pattern, Region, Rule, TensorConstraint
+from qompose.backend import Kernel, Region, TensorConstraint, kit
 from torch.fx import Node
 
 from qompose_x86_inductor.kernels.weight_only import float16_weight, int4_weight, int8_weight
 from qompose_x86_inductor.operators.linear_weight_only import FLOATS, GROUP_SIZES
-from qompose_x86_inductor.patterns import linear
 from qompose_x86_inductor.rules.dynamic import linear_rule
 from qompose_x86_inductor.rules.static import ACCEPTS
 
@@ -26,44 +24,28 @@ INT4_GROUPS = TensorConstraint(
 FLOAT16 = TensorConstraint(dtypes=frozenset({torch.float16}), qschemes=frozenset({None}))
 
 
-def _floats(match: Match) -> str | None:
-    dtype, source = match.output.meta["val"].dtype, match.node("input")
-    given = dtype if source is None else source.meta["val"].dtype
-    if dtype is not given:  # under autocast
-        return f"the kernel gives {given}, the type of its input, not {dtype}"
-    return None if dtype in FLOATS else f"the kernel does not support {dtype}"
-
-
 def _kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
     return Kernel(f"qompose_x86.{name}", emit, float_output=True, float_arithmetic=True)
 
 
-def _grouped() -> tuple[Pattern, ...]:
-    """Return the variants of linear with examples that groups of every size divide."""
-    rows = max(GROUP_SIZES)
-    shapes = ((2, rows), (2, rows), (2,))
-    return tuple(replace(one, shapes=shapes[: len(one.shapes)]) for one in linear())
-
-
-WEIGHT_ONLY_RULES: tuple[Rule, ...] = (
+WEIGHT_ONLY_RULES = (
     linear_rule(
         "linear_int8_weight",
-        linear(),
         {"weight": ACCEPTS["weight"]},
         _kernel("linear_int8_weight", int8_weight),
-        guard=_floats,
+        guard=(kit.float_types(*FLOATS),),
     ),
     linear_rule(
         "linear_int4_weight",
-        _grouped(),
         {"weight": INT4_GROUPS},
         _kernel("linear_int4_weight", int4_weight),
-        guard=_floats,
+        guard=(kit.float_types(*FLOATS),),
+        width=max(GROUP_SIZES),  # which groups of every size divide
     ),
     linear_rule(
         "linear_float16_weight",
-        linear(),
         {"weight": FLOAT16},
         _kernel("linear_float16_weight", float16_weight),
+        guard=(kit.float32,),
     ),
 )

@@ -7,19 +7,15 @@ Most regions stay as they are: XNNPACK's partitioner recognizes them between the
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from qompose.backend import Kernel, NotLowerable, Region, clear_origin
+from qompose.backend import Kernel, NotLowerable, Region, clear_origin, kit
 from torch import Tensor
 from torch.fx import Node
 
 from qompose_xnnpack.executorch_target.executorch_imports import quiet
-from qompose_xnnpack.kernels.convolution_geometry import (
-    geometry_of,
-    padded_input,
-    with_padding_operator,
-)
 from qompose_xnnpack.kernels.in_process import full_range
 
 aten = torch.ops.aten
@@ -34,16 +30,41 @@ def padded(region: Region) -> None:
 
     Two paddings in a row make a program that cannot be loaded (executorch 1.5.1).
     """
-    geometry, zeros = geometry_of(region, region.quantized("weight").tensor.shape[2:])
-    if not any(zeros):
+    geometry = kit.geometry_of(region, pad=None)
+    if not any(geometry.zeros):
         return
     pad, convolution = region.node("pad"), region.node("op")
-    total = with_padding_operator(region, zeros)
-    bias = region.argument("op", "bias")
+    bias, total = region.argument("op", "bias"), kit.with_pad(region, geometry).zeros
     pad.target, pad.args = aten.constant_pad_nd.default, (pad.args[0], total)
-    plain = aten.conv1d.default if len(zeros) == 2 else aten.conv2d.default
-    convolution.target, convolution.args = plain, (*convolution.args[:2], bias, *geometry)
+    plain = aten.conv1d.default if len(total) == 2 else aten.conv2d.default
+    convolution.target = plain
+    convolution.args = (*convolution.args[:2], bias, *geometry.arguments)
     pad.kwargs = convolution.kwargs = {}
+
+
+class Bounded:
+    """Writes a clamp behind a product as a hardtanh, the one activation with bounds that XNNPACK fuses.
+
+    Args:
+        first: what the region is brought into form by besides.
+    """
+
+    def __init__(self, first: Callable[[Region], None] | None) -> None:
+        self.first = first
+
+    def __call__(self, region: Region) -> None:
+        """Rewrite the region in place; see `qompose.backend.Kernel`."""
+        if self.first is not None:
+            self.first(region)
+        activation = region.node("act")
+        if activation.target in _CLAMPS:
+            most = torch.finfo(torch.float32).max  # the serializer takes no infinity
+            bounds = (min(max(bound, -most), most) for bound in kit.float_bounds(region, "act"))
+            activation.target = aten.hardtanh.default
+            activation.args, activation.kwargs = (activation.args[0], *bounds), {}
+
+
+_CLAMPS = {op.default for op in (aten.clamp, aten.clamp_, aten.clip, aten.clip_)}
 
 
 def mean(region: Region) -> Node | None:
@@ -113,8 +134,9 @@ def dynamic_convolution(region: Region) -> None:
     image, which is what the graph said before.
     """
     source, read = full_range(region.dynamic("input")), region.inputs("input")[0]
-    convolution, weight = region.node("op"), region.quantized("weight")
-    floats, geometry = padded_input(region, source.node, weight)
+    convolution = region.node("op")
+    geometry = kit.geometry_of(region)
+    floats = kit.padded(region, source.node, geometry)
     bounds, eps = (-128, 127), torch.finfo(torch.float32).eps
     chosen = region.step(quantized.choose_qparams.tensor, floats, *bounds, eps, torch.int8)
     scale, zero_point = (region.step(operator.getitem, chosen, place) for place in (0, 1))
@@ -127,7 +149,12 @@ def dynamic_convolution(region: Region) -> None:
     if floats is not source.node:  # padding="same" becomes numbers
         clear_origin(floats)
         convolution.target = aten.conv2d.default
-        arguments = (values, convolution.args[1], region.argument("op", "bias"), *geometry)
+        arguments = (
+            values,
+            convolution.args[1],
+            region.argument("op", "bias"),
+            *geometry.arguments,
+        )
         convolution.args, convolution.kwargs = arguments, {}
 
 
@@ -137,9 +164,7 @@ def mixed_linear(region: Region) -> Node:
     rows, depth = weight.tensor.shape
     if weight.zero_points.any():
         raise NotLowerable("ExecuTorch's mixed_linear takes no zero points")
-    scale: Any = weight.scale
-    if not isinstance(scale, Node):
-        scale = region.constant(f"{weight.node.target}_scale", weight.scales.expand(rows).clone())
+    scale = kit.channel_scales(region, weight)
     sizes = source.meta["val"].shape
     flat = source if len(sizes) == 2 else _as_rows(region, source, depth)
     product = region.step(_mixed_linear(), flat, weight.node, scale, None, None)

@@ -7,12 +7,10 @@ import math
 from typing import Any
 
 import torch
-from qompose.backend import DynamicTensor, NotLowerable, QuantizedTensor, Region
+from qompose.backend import DynamicTensor, Kernel, NotLowerable, QuantizedTensor, Region, kit
 from torch.fx import Node
 
 from qompose_xnnpack import operators
-from qompose_xnnpack.kernels.activation_bounds import integer_bounds
-from qompose_xnnpack.kernels.convolution_geometry import padded_input
 
 _OPERATORS = getattr(torch.ops, operators.NAMESPACE)
 _UNBOUNDED = (-math.inf, math.inf)
@@ -30,13 +28,15 @@ class Weighted:
         output = region.quantized("output")
         integers, geometry = source.node, list[Any]()
         if self.operator != "linear":
-            integers, geometry = padded_input(region, integers, weight, source.zero_point)
+            found = kit.geometry_of(region)
+            integers = kit.padded(region, integers, found, source.zero_point)
+            geometry = found.arguments
         return region.call(
             getattr(_OPERATORS, self.operator).default,
             integers,
             *_parameters(source)[1:],
             weight.node,
-            scales(region, weight),
+            kit.channel_scales(region, weight, expand=False),
             region.argument("op", "bias"),
             *geometry,
             *_requantization(region, output),
@@ -56,12 +56,13 @@ class DynamicWeighted:
         suffix = "_per_tensor" if source.dims is None else ""
         values, geometry = source.node, list[Any]()
         if self.operator != "linear":
-            values, geometry = padded_input(region, values, weight)
+            found = kit.geometry_of(region)
+            values, geometry = kit.padded(region, values, found), found.arguments
         return region.call(
             getattr(_OPERATORS, f"{self.operator}_dynamic{suffix}").default,
             values,
             weight.node,
-            scales(region, weight),
+            kit.channel_scales(region, weight, expand=False),
             region.argument("op", "bias"),
             *geometry,
             *_UNBOUNDED,
@@ -82,7 +83,7 @@ def weight_only_linear(region: Region) -> Node:
         _OPERATORS.linear_weight_only.default,
         region.inputs("input")[0],
         weight.node,
-        scales(region, weight),
+        kit.channel_scales(region, weight, expand=False),
         region.argument("op", "bias"),
     )
 
@@ -119,47 +120,19 @@ class Pooling:
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.backend.Kernel`."""
-        (source,), output = region.quantized_inputs("self"), region.quantized("output")
-        literals = {name: region.argument("output", name) for name in self.names}
-        if "stride" in literals:
-            literals["stride"] = literals["stride"] or literals["kernel_size"]
+        literals = kit.window(region, *self.names)
         if self.operator == "max_pool2d":
-            check_same(source, output)
+            source, output = kit.kept(region)
             head, tail = [source.node], [output.low, output.high]
         else:
+            source, output = region.quantized("self"), region.quantized("output")
             head, tail = _parameters(source), _requantization(region, output)
         target = getattr(_OPERATORS, self.operator).default
-        return region.call(target, *head, *literals.values(), *tail, dtype=output.dtype)
+        return region.call(target, *head, *literals, *tail, dtype=output.dtype)
 
 
-def clamp(region: Region) -> Node:
-    """Emit a relu, hardtanh or clamp whose output has its input's scale, as a clamp of integers."""
-    (source,), output = region.quantized_inputs("self"), region.quantized("output")
-    check_same(source, output)
-    low, high = integer_bounds(output, region, "output")
-    operator = torch.ops.aten.clamp.default
-    return region.call(operator, source.node, low, high, dtype=output.dtype)
-
-
-def identity(region: Region) -> Node:
-    """Put the integers of its input in the place of an operator that changes no value, such as a copy."""
-    role = region.claim.operands[0].role
-    (source,), output = region.quantized_inputs(role), region.quantized("output")
-    check_same(source, output)
-    return source.node
-
-
-def check_same(source: QuantizedTensor, output: QuantizedTensor) -> None:
-    """Check that two tensors have one scale and zero point. Raises `NotLowerable`."""
-    if source.qparams != output.qparams:
-        raise NotLowerable("input and output differ in scale or zero point")
-
-
-def scales(region: Region, weight: QuantizedTensor) -> Node:
-    """Return the node that reads a weight's scales, `(1,)` per tensor."""
-    if isinstance(weight.scale, Node):
-        return weight.scale
-    return region.constant(f"{weight.node.target}_scale", weight.scales)
+CLAMP = Kernel("clamp on integers", kit.ClampOnIntegers(operators.quantized_bound))
+"""Runs a relu, hardtanh or clamp of one scale, with bounds rounded as XNNPACK rounds them."""
 
 
 def _parameters(tensor: QuantizedTensor) -> list[Any]:
@@ -172,6 +145,5 @@ def _parameters(tensor: QuantizedTensor) -> list[Any]:
 
 def _requantization(region: Region, output: QuantizedTensor) -> list[Any]:
     """Return scale, zero point and clamp of the output; an activation behind it is such a clamp."""
-    fused = region.has("act")
-    bounds = integer_bounds(output, region, "act") if fused else (output.low, output.high)
+    bounds = kit.integer_bounds(region, "act", operators.quantized_bound)
     return [output.scale, output.zero_point, *bounds]

@@ -5,19 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from qompose.backend import (
-    Guard,
-    Kernel,
-    OperatorPattern,
-    Region,
-    Rule,
-    TensorConstraint,
-    on_integers,
-)
+from qompose.backend import Guard, Kernel, Region, Rule, TensorConstraint, kit
 from torch.fx import Node
 
 from qompose_xnnpack.executorch_target import kernels as on_executorch
@@ -32,86 +25,75 @@ from qompose_xnnpack.rules.constraints import (
     dynamic,
     static,
 )
-from qompose_xnnpack.rules.patterns import BINARY, WEIGHTED, binary, weighted
 
 aten = torch.ops.aten
 
-CLAMP = Kernel("clamp on integers", in_process.clamp)
-IDENTITY = Kernel("no operator", in_process.identity)
+BOUNDED = kit.any_of("hardtanh", kit.HARDTANH, kit.RELU6, kit.CLAMP)
+"""The activations that become bounds of an output, a relu aside."""
+BEHIND = ((kit.RELU,), (BOUNDED,), ())
 
-_OUTPUT_CHANNELS_SECOND = {"weight": {"ch_axis": 1}}
-_BY_IMAGE = {"activation": {"block_size": (-1, -1, -1)}}
+_BY_IMAGE = {"block_size": (-1, -1, -1)}
+_ACROSS = {"weight": {"ch_axis": 1}}
 
 
 def _kernels(emit: Callable[[Region], Node], name: str) -> dict[str, Kernel]:
     return {"torch": Kernel(f"qompose_xnnpack.{name}", emit), "executorch": DELEGATE}
 
 
-def _rank_guard(operator: str) -> Guard:
-    dims = len(WEIGHTED[operator][1][0])
-    return guards.float32 if operator == "linear" else guards.rank("input", dims)
-
-
-def _weighted(operator: str, *, activation: str | None, padded: bool = False) -> Rule:
+def _weighted(
+    operator: str,
+    after: Sequence[kit.Step],
+    *guard: Guard,
+    weight: TensorConstraint = WEIGHT,
+    padded: bool = False,
+    **fields: Any,
+) -> Rule:
     """Return the rule of a static linear or convolution, with the padding and activation around it."""
-    transposed = "transpose" in operator
-    extra = [guards.spatial_zero_padding] if padded else []
-    extra += [guards.one_group, guards.output_padding_below_stride] if transposed else []
-    delegated = Kernel(DELEGATE.name, on_executorch.padded) if padded else DELEGATE
-    around = ("pad",) * padded, (activation,) if activation else ()
-    # A transposed weight has its channels in the other order; bounds would have to grow with channels.
-    plain = not transposed and activation != "hardtanh"
-    return Rule(
-        name="_".join((*around[0], operator, *around[1])),
-        drawing=" -> ".join((*around[0], operator, *around[1])),
-        patterns=weighted(operator, activation=activation, padded=padded),
-        anchor="op",
-        weight="weight",
-        bias="bias",
+    delegated = on_executorch.padded if padded else None
+    if BOUNDED in after:
+        delegated = on_executorch.Bounded(delegated)
+    transposed = (guards.output_padding_below_stride,) if "transpose" in operator else ()
+    return kit.product_rule(
+        operator,
+        before=(kit.PAD,) * padded,
+        after=after,
         integer_bias=True,
-        channels=None if not plain else (-1, -1) if operator == "linear" else (1, 1),
-        layout=_OUTPUT_CHANNELS_SECOND if transposed else {},
-        accepts=static(_across(WEIGHT) if transposed else WEIGHT),
-        guard=(guards.no_overflow, _rank_guard(operator), *extra),
-        kernels={**_kernels(in_process.Weighted(operator), operator), "executorch": delegated},
+        accepts=static(weight),
+        guard=(*guard, *transposed),
+        kernels={
+            **_kernels(in_process.Weighted(operator), operator),
+            "executorch": Kernel(DELEGATE.name, delegated),
+        },
+        **fields,
     )
 
 
-def _grouped_transposed(operator: str, activation: str | None) -> Rule:
+def _grouped_transposed(operator: str, after: Sequence[kit.Step]) -> Rule:
     """Return the rule of a transposed convolution in groups, whose weight has one scale."""
-    name = "_".join(filter(None, (operator, "grouped", activation)))
-    return Rule(
-        name=name,
-        drawing=f"{operator} in groups" + (f" -> {activation}" if activation else ""),
-        patterns=weighted(operator, activation=activation, groups=2),
-        anchor="op",
-        weight="weight",
-        bias="bias",
-        integer_bias=True,
-        accepts=static(PER_TENSOR),
-        guard=(
-            guards.no_overflow,
-            _rank_guard(operator),
-            guards.several_groups,
-            guards.output_padding_below_stride,
-        ),
-        kernels=_kernels(in_process.Weighted(operator), operator),
+    return _weighted(
+        operator,
+        after,
+        kit.several_groups(),
+        weight=PER_TENSOR,
+        groups=2,
+        name="_".join((operator, "grouped", *(step.name for step in after))),
+        drawing=" -> ".join((f"{operator} in groups", *(step.name for step in after))),
     )
 
 
-def _across(weight: TensorConstraint) -> TensorConstraint:
-    return replace(weight, ch_axis=1)
+CONVOLUTIONS = ("conv2d", "conv1d")
+OPERATORS = ("linear", "conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d")
 
 
 def _fusions() -> Iterator[Rule]:
     """Yield the static linears and convolutions: first with padding, then with an activation or alone."""
-    operators = tuple(WEIGHTED)
-    for activation, operator in product(("relu", "hardtanh", None), ("conv2d", "conv1d")):
-        yield _weighted(operator, activation=activation, padded=True)
-    for activation, operator in product(("relu", "hardtanh", None), operators):
-        yield _weighted(operator, activation=activation)
-        if "transpose" in operator:
-            yield _grouped_transposed(operator, activation)
+    for after, operator in product(BEHIND, CONVOLUTIONS):
+        yield _weighted(operator, after, padded=True)
+    for after, operator in product(BEHIND, OPERATORS):
+        transposed = "transpose" in operator
+        yield _weighted(operator, after, *([kit.one_group()] if transposed else []))
+        if transposed:
+            yield _grouped_transposed(operator, after)
 
 
 def _float_kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
@@ -120,20 +102,15 @@ def _float_kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
 
 def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str = "") -> Rule:
     image = operator != "linear"
-    layout: dict[str, Any] = _BY_IMAGE if image else {}
-    return Rule(
+    layout: dict[str, Any] = {"activation": _BY_IMAGE} if image else {}
+    return kit.product_rule(
+        operator,
         name=name or f"{operator}_dynamic",
-        drawing=operator,
-        patterns=weighted(operator),
-        anchor="op",
-        weight="weight",
-        bias="bias",
-        channels=(-1, -1) if operator == "linear" else None,
         output=False,
         modes=frozenset({"dynamic"}),
-        layout={**layout, **_OUTPUT_CHANNELS_SECOND} if "transpose" in operator else layout,
+        layout={**layout, **_ACROSS} if "transpose" in operator else layout,
         accepts=dynamic(weight, dims=3 if image else 1),
-        guard=(guards.no_overflow, _rank_guard(operator), *extra),
+        guard=extra,
         kernels={
             "torch": _float_kernel(f"{operator}_dynamic", in_process.DynamicWeighted(operator)),
             "executorch": Kernel(
@@ -145,17 +122,13 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str =
     )
 
 
-_WEIGHT_ONLY = Rule(
+_WEIGHT_ONLY = kit.product_rule(
+    "linear",
     name="linear_weight_only",
-    drawing="linear",
-    patterns=weighted("linear"),
-    anchor="op",
-    weight="weight",
-    bias="bias",
     output=False,
     modes=frozenset({"weight-only"}),
     accepts={"weight": replace(WEIGHT, blocks=True)},
-    guard=guards.float32,
+    guard=(kit.float32,),
     kernels={
         "torch": Kernel(
             "qompose_xnnpack.linear_weight_only", in_process.weight_only_linear, True, True
@@ -165,127 +138,55 @@ _WEIGHT_ONLY = Rule(
 )
 
 
-def _binary_relu(operator: str) -> Rule:
-    return Rule(
-        name=f"{operator}_relu",
-        drawing=f"{operator} -> relu",
-        patterns=binary(operator, activation="relu"),
-        anchor="op",
-        activations=("self", "other"),
-        condition="no_float",
+def _binary(operator: str, *after: kit.Step) -> Rule:
+    return kit.binary_rule(
+        operator,
+        after=after,
         accepts=static(),
-        guard=(guards.without_alpha, guards.not_scalar),
+        guard=(guards.not_scalar,),
         kernels=_kernels(in_process.Binary(operator), operator),
     )
 
 
-def _binary(operator: str) -> Rule:
-    return Rule(
-        name=operator,
-        patterns=(OperatorPattern(tuple(target for _, target in BINARY[operator])),),
-        activations=("self", "other"),
-        condition="no_float",
-        accepts=static(),
-        guard=(guards.without_alpha, guards.not_scalar),
-        kernels=_kernels(in_process.Binary(operator), operator),
-    )
+_unary = partial(kit.unary_rule, accepts=static())
 
 
-def _shared(
-    name: str,
-    *patterns: OperatorPattern,
-    kernel: Kernel | None = None,
-    guard: Guard | Sequence[Guard] = guards.float32,
-    activation: str = "self",
-    condition: str = "all",
-    delegated: Kernel = DELEGATE,
-    drawing: str = "",
-) -> Rule:
-    """Return a rule for an operator whose output has the scale of its input; see `_moved` for `kernel`."""
-    return Rule(
-        name=name,
-        drawing=drawing,
-        patterns=patterns,
-        activations=(activation,),
-        shares=True,
-        carries=kernel is IDENTITY,
-        condition=condition,
-        accepts=static(),
-        guard=guard,
-        kernels={"torch": kernel or _on_integers(name), "executorch": delegated},
-    )
+def _pooled(
+    name: str, *names: str, delegated: Callable[[Region], Node | None] | None = None
+) -> dict[str, Kernel]:
+    """Return the kernels of a pool, to which literal arguments are passed on."""
+    return {
+        "torch": Kernel(f"qompose_xnnpack.{name}", in_process.Pooling(name, names)),
+        "executorch": Kernel(DELEGATE.name, delegated),
+    }
 
 
-def _on_integers(name: str) -> Kernel:
-    return Kernel(f"{name} on integers", on_integers)
+_WINDOW = ("kernel_size", "stride", "padding")
+_MAXIMUM = (*_WINDOW, "dilation", "ceil_mode")
+_AVERAGE = (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override")
+
+# Raise `NotLowerable` if XNNPACK does not take the operator, and may rewrite it into the form that it takes.
+# A portable kernel moves the integers then, and those of operators that it never takes.
+_DELEGATED: dict[str, Callable[[Region], None]] = {
+    "cat": on_executorch.cat,
+    "view": on_executorch.view,
+    "slice": on_executorch.slice_of_known_size,
+}
+_NEVER = ("squeeze", "unsqueeze", "select", "expand")
+_UNMOVED = ("copy", "dropout")
 
 
-def _averaged(
-    name: str,
-    *patterns: OperatorPattern,
-    guard: Guard,
-    emit: Callable[[Region], Node],
-    delegated: Kernel = DELEGATE,
-    drawing: str = "",
-) -> Rule:
-    """Return a rule for a mean, whose values are closer together than its input's and get their own scale."""
-    kernel = Kernel(f"qompose_xnnpack.{name}", emit)
-    rule = _shared(
-        name, *patterns, kernel=kernel, guard=guard, delegated=delegated, drawing=drawing
-    )
-    return replace(rule, shares=False)
+def _move_kernels(name: str, kernel: Kernel) -> dict[str, Kernel]:
+    """Return the kernels of an operator that only moves values."""
+    on_integers = in_process.CLAMP if kernel is kit.CLAMP_ON_INTEGERS else kernel
+    if name in _DELEGATED:
+        return {
+            "torch": on_integers,
+            "executorch": Kernel(DELEGATE.name, _DELEGATED[name], otherwise=on_integers),
+        }
+    itself = name in (*_NEVER, *_UNMOVED)
+    return {"torch": on_integers, "executorch": on_integers if itself else DELEGATE}
 
-
-def _moved(
-    name: str,
-    *patterns: OperatorPattern,
-    delegated: Callable[[Region], None] | None = None,
-    **facts: Any,
-) -> Rule:
-    """Return the rule for an operator that only moves values.
-
-    Args:
-        delegated: raises `NotLowerable` if XNNPACK does not take the operator, and may rewrite it into the
-            form that it takes; None if it never does. A portable kernel moves the integers then.
-    """
-    kernel = _on_integers(name)
-    if delegated is not None:
-        kernel = Kernel(DELEGATE.name, delegated, otherwise=kernel)
-    return _shared(name, *patterns, delegated=kernel, **facts)
-
-
-IMAGE = (1, 2, 4, 4)
-
-
-def _one(target: Any, *literals: Any, shape: tuple[int, ...] = IMAGE) -> OperatorPattern:
-    """Return the pattern of an operator on one image, and the literals of its example."""
-    return OperatorPattern((target,), lambda self: target(self, *literals), (shape,))
-
-
-_MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-_WINDOWS = (
-    "kernel_size",
-    "stride",
-    "padding",
-    "ceil_mode",
-    "count_include_pad",
-    "divisor_override",
-)
-_CLAMPS = (
-    _one(aten.hardtanh.default),
-    _one(aten.hardtanh_.default),
-    _one(aten.relu6.default),
-    _one(aten.clamp.default, -0.5, 0.5),
-    _one(aten.clamp_.default, -0.5, 0.5),
-    _one(aten.clip.default, -0.5, 0.5),
-    _one(aten.clamp_min.default, -0.5),
-    _one(aten.clamp_max.default, 0.5),
-)
-_VIEWS = (
-    _one(aten.view.default, [-1]),
-    _one(aten.reshape.default, [-1]),
-    _one(aten.flatten.using_ints, 1),
-)
 
 RULES: tuple[Rule, ...] = (
     *_fusions(),
@@ -304,76 +205,40 @@ RULES: tuple[Rule, ...] = (
     _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise, guards.not_pointwise),
     _dynamic(
         "conv_transpose2d",
-        _across(PER_CHANNEL),
-        guards.one_group,
+        PER_CHANNEL,
+        kit.one_group(),
         guards.not_depthwise,
         guards.output_padding_below_stride,
     ),
     _WEIGHT_ONLY,
-    _binary_relu("add"),
-    *map(_binary, BINARY),
-    _averaged(
+    _binary("add", kit.RELU),
+    *map(_binary, kit.BINARY),
+    _unary(
         "adaptive_avg_pool2d",
-        _one(aten.adaptive_avg_pool2d.default, [1, 1]),
-        guard=guards.to_one_pixel,
-        emit=in_process.Pooling("adaptive_avg_pool2d", ("output_size",)),
+        kit.one(aten.adaptive_avg_pool2d.default, [1, 1]),
+        guard=(kit.rank("self", 4), guards.to_one_pixel),
+        kernels=_pooled("adaptive_avg_pool2d", "output_size"),
     ),
-    _averaged(
+    _unary(
         "avg_pool2d",
-        _one(aten.avg_pool2d.default, [4, 4]),
+        kit.one(aten.avg_pool2d.default, [4, 4]),
         drawing="avg_pool2d over the image",
-        guard=guards.global_average,
-        emit=in_process.Pooling("avg_pool2d", _WINDOWS),
-        delegated=Kernel(DELEGATE.name, on_executorch.mean_of_window),
+        guard=(guards.global_average,),
+        kernels=_pooled("avg_pool2d", *_AVERAGE, delegated=on_executorch.mean_of_window),
     ),
-    _averaged(
+    _unary(
         "mean",
-        _one(aten.mean.dim, [2, 3], True),
-        _one(aten.mean.dim, [2, 3]),
-        guard=guards.mean_over_image,
-        emit=in_process.Pooling("mean", ("dim", "keepdim")),
-        delegated=Kernel(DELEGATE.name, on_executorch.mean),
+        kit.one(aten.mean.dim, [2, 3], True),
+        kit.one(aten.mean.dim, [2, 3]),
+        guard=(kit.rank("self", 4), guards.mean_over_image),
+        kernels=_pooled("mean", "dim", "keepdim", delegated=on_executorch.mean),
     ),
-    _shared(
+    _unary(
         "max_pool2d",
-        _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
-        guard=guards.pooling_window,
-        kernel=Kernel("qompose_xnnpack.max_pool2d", in_process.Pooling("max_pool2d", _MAXIMUM)),
+        kit.one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
+        shares=True,
+        guard=(guards.pooling_window, kit.rank("self", 4)),
+        kernels=_pooled("max_pool2d", *_MAXIMUM),
     ),
-    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), kernel=CLAMP),
-    _shared("clamp", *_CLAMPS, kernel=CLAMP, drawing="hardtanh | relu6 | clamp"),
-    _moved(
-        "cat",
-        OperatorPattern((aten.cat.default,)),
-        delegated=on_executorch.cat,
-        activation="tensors",
-        condition="any",
-    ),
-    _moved("view", *_VIEWS, delegated=on_executorch.view),
-    _shared("permute", _one(aten.permute.default, [0, 2, 3, 1]), _one(aten.transpose.int, 1, 2)),
-    _moved("slice", _one(aten.slice.Tensor, 1, 0, 1), delegated=on_executorch.slice_of_known_size),
-    _shared(
-        "copy",
-        _one(aten.clone.default),
-        _one(aten.contiguous.default),
-        _one(aten.detach.default),
-        _one(aten.alias.default),
-        kernel=IDENTITY,
-        drawing="clone | contiguous | detach",
-        delegated=IDENTITY,
-    ),
-    _shared(
-        "dropout",
-        OperatorPattern(
-            (aten.dropout.default,), lambda input: aten.dropout(input, 0.5, False), (IMAGE,)
-        ),
-        activation="input",
-        guard=(guards.float32, guards.not_training),
-        kernel=IDENTITY,
-        delegated=IDENTITY,
-    ),
-    _moved("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1))),
-    _moved("unsqueeze", _one(aten.unsqueeze.default, 1)),
-    _moved("select", _one(aten.select.int, 1, 0)),
-    _moved("expand", _one(aten.expand.default, [3, 2, 4, 4])),
+    *kit.move_rules(static(), kernels=_move_kernels, carries=_UNMOVED),
 )
