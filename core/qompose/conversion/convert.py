@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from qompose.observers.foreign_observer import Delegate, check_graph, is_quantiz
 from qompose.observers.input_sums import input_observers
 from qompose.observers.make_observer import integer_bounds
 from qompose.plan.float_operators import state_bytes
+from qompose.plan.methods import each_method, share_constants, states_of
 from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
@@ -63,6 +64,7 @@ from qompose.spec.qparams import DEFAULT_EPS, along
 from qompose.training.qat_conv_bn import deployment_form, is_trained
 
 
+@overload
 def convert_pt2e(
     model: GraphModule,
     use_reference_representation: bool = False,
@@ -70,11 +72,33 @@ def convert_pt2e(
     *,
     inplace: bool = False,
     allow_uncalibrated: bool = False,
-) -> GraphModule:
+) -> GraphModule: ...
+
+
+@overload
+def convert_pt2e(
+    model: Mapping[str, GraphModule],
+    use_reference_representation: bool = False,
+    fold_quantize: bool = True,
+    *,
+    inplace: bool = False,
+    allow_uncalibrated: bool = False,
+) -> dict[str, GraphModule]: ...
+
+
+def convert_pt2e(
+    model: GraphModule | Mapping[str, GraphModule],
+    use_reference_representation: bool = False,
+    fold_quantize: bool = True,
+    *,
+    inplace: bool = False,
+    allow_uncalibrated: bool = False,
+) -> GraphModule | dict[str, GraphModule]:
     """Replace observers by quantize and dequantize operators, and parameters by integers.
 
     Args:
         model: what `prepare_pt2e` returned, calibrated, or `prepare_qat_pt2e`, trained. It is left alone.
+            Or several by name, the methods of one program, which share state and equal constants.
         use_reference_representation: spell out the integer arithmetic of every operator that has a
             reference, in aten operators (`qompose.conversion.reference_representation`). Such a
             model is not for `lower`.
@@ -89,6 +113,21 @@ def convert_pt2e(
         UncalibratedError: observers saw no data; the message lists their tensors.
         CalibrationError: a tensor's statistics give no usable scale.
     """
+    options = (use_reference_representation, fold_quantize, inplace, allow_uncalibrated)
+    if isinstance(model, Mapping):
+        methods = each_method(model, "convert_pt2e", lambda each: _converted(each, *options))
+        share_constants(methods, states_of(methods))
+        return methods
+    return _converted(model, *options)
+
+
+def _converted(
+    model: GraphModule,
+    reference: bool,
+    fold_quantize: bool,
+    inplace: bool,
+    allow_uncalibrated: bool,
+) -> GraphModule:
     record = record_of(
         model,
         stages=("prepared",),
@@ -106,7 +145,7 @@ def convert_pt2e(
     solved = replace(
         record, dropped=solution.dropped, balanced=tuple(solution.made), findings=findings
     )
-    converted = _finished(working, solved, reference=use_reference_representation)
+    converted = _finished(working, solved, reference=reference)
     say_if_all_was_dropped(converted.meta[META_KEY])
     log_stage(converted)
     return replace_in_place(model, converted) if inplace else converted

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, overload
 
 import torch._inductor
 from torch import Tensor
@@ -36,10 +36,12 @@ from qompose.errors import (
 )
 from qompose.files import destination
 from qompose.lowering.aoti_package import SUFFIX, first_line, refused, write_package
+from qompose.plan.methods import ONLY, check_methods, in_method
 from qompose.plan.plan import Record, record_of
 from qompose.program.aliasing import written_buffers
 from qompose.program.call_signature import CallSignature, call_signature
 from qompose.program.graph import (
+    address_of,
     copies_of,
     copy_graph_module,
     get_attribute,
@@ -100,13 +102,33 @@ class CompiledModel:
         return f"<CompiledModel {self.mode!r}{where}>"
 
 
+@overload
 def compile_lowered(
     lowered: GraphModule,
     mode: str = "default",
     *,
     path: str | PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> CompiledModel:
+) -> CompiledModel: ...
+
+
+@overload
+def compile_lowered(
+    lowered: Mapping[str, GraphModule],
+    mode: str = "default",
+    *,
+    path: None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, CompiledModel]: ...
+
+
+def compile_lowered(
+    lowered: GraphModule | Mapping[str, GraphModule],
+    mode: str = "default",
+    *,
+    path: str | PathLike[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledModel | dict[str, CompiledModel]:
     """Compile what `lower` made for the target "torch", now, with the shapes that the program records.
 
     =================  =======================================================================
@@ -119,9 +141,11 @@ def compile_lowered(
     =================  =======================================================================
 
     The compiled model has copies of the buffers that the program writes to, and begins with the values
-    that they have now. Where the program cannot run on zeros, the first two modes compile on the first call.
+    that they have now. The methods of one program share theirs, and are compiled together, all or none.
+    Where the program cannot run on zeros, the first two modes compile on the first call.
 
     Args:
+        lowered: a lowered model, or the methods of one program by name, not for a package.
         path: the file of a package, ending in ".pt2"; without it a temporary one is written. A file
             that exists is replaced at once, or left as it is where compiling fails.
         options: of torch's compiler, by name, as `torch.compile` takes them; they count before those
@@ -129,19 +153,77 @@ def compile_lowered(
 
     Raises:
         StageError: the model was not lowered.
-        UserError: an unknown mode or option, or a path that is invalid or is given for another mode.
-        TargetError: the model was lowered for another target, or is several methods.
+        UserError: an unknown mode or option, or a path that is invalid or is given for another mode; or
+            a method that shares state with methods that are not compiled with it.
+        TargetError: the model was lowered for another target, or several methods for a package.
         CompilationError: there is no C++ compiler; an operator would remain in a package that torch alone
             does not know; or torch cannot compile the program.
         MemberError: a backend cannot rewrite its operators for compilers.
         OSError: the file of the package cannot be written.
     """
     file = _destination(mode, path)
+    if not isinstance(lowered, Mapping):
+        record = _lowered_record(lowered)
+        if record.methods and record.state:
+            raise UserError(
+                f"this method writes to state that it shares with the methods {', '.join(record.methods)}: "
+                "compile them together, as in compile_lowered(lowered) of what lower returned"
+            )
+        return _compiled_model(lowered, mode, file, options, _own_state({ONLY: lowered}))
+    check_methods(lowered, "compile_lowered")
+    if mode == PACKAGE:
+        raise TargetError(
+            f"A package has one method, got {len(lowered)} ({', '.join(lowered)}): compile each by itself."
+        )
+    for name, method in lowered.items():
+        with in_method(name):
+            _lowered_record(method)
+    state = _own_state(lowered)
+    compiled = {}
+    for name, method in lowered.items():
+        with in_method(name):
+            compiled[name] = _compiled_model(method, mode, None, options, state)
+    return compiled
+
+
+def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
+    """Return copies of the buffers that the methods of one program write to, by path.
+
+    Raises:
+        UserError: methods have buffers of one name that are not one, or one of them is a constant for torch's
+            compiler, because its method only reads it.
+    """
+    written = {name: written_buffers(method.graph) for name, method in methods.items()}
+    found: dict[str, Tensor] = {}
+    for name, method in methods.items():
+        held = dict(method.named_buffers(remove_duplicate=False))
+        for path in sorted(frozenset().union(*written.values()) & held.keys()):
+            if address_of(found.setdefault(path, held[path])) != address_of(held[path]):
+                raise UserError(
+                    f"method {name!r} has another buffer {path!r} than the other methods: lower them "
+                    "together, as in lower({name: converted, ...})"
+                )
+            if path not in written[name]:
+                raise UserError(
+                    f"method {name!r} only reads the buffer {path!r}, which another method writes to, and "
+                    f"compiled code would keep its value of now: let {name!r} write to it too"
+                )
+    return copies_of(found)
+
+
+def _compiled_model(
+    lowered: GraphModule,
+    mode: str,
+    file: Path | None,
+    options: Mapping[str, Any] | None,
+    state: Mapping[str, Tensor],
+) -> CompiledModel:
+    """Compile one lowered model, which writes to `state`, by path."""
     record = _lowered_record(lowered)
     backends = _taking_part(record)
     settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     _check_toolchain()
-    graph = _for_compilers(lowered, backends)
+    graph = _for_compilers(lowered, backends, state)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
     known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}
     settings = settings_with(late, settings)
@@ -184,11 +266,6 @@ def _destination(mode: str, path: object) -> Path | None:
 
 
 def _lowered_record(lowered: object) -> Record:
-    if isinstance(lowered, Mapping):
-        raise TargetError(
-            f"The methods {', '.join(map(str, lowered))} are programs of their own in this process: "
-            "compile each by itself."
-        )
     record = record_of(lowered, stages=("lowered",), function="compile", remedy="Call lower first.")
     if record.target != "torch" or not isinstance(lowered, GraphModule):
         raise TargetError(
@@ -254,11 +331,13 @@ def _together(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, 
     return {**second, **first, **{name: {**second[name], **first[name]} for name in shared}}
 
 
-def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> GraphModule:
+def _for_compilers(
+    lowered: GraphModule, backends: Mapping[str, Backend], state: Mapping[str, Tensor]
+) -> GraphModule:
     """Return a copy whose operators compilers know, as far as their backends can rewrite them.
 
-    It is a copy because backends edit it. Buffers that the program writes to are copies too; all else is
-    shared with `lowered`.
+    It is a copy because backends edit it. Buffers that the program writes to are those of `state`; all else
+    is shared with `lowered`.
     """
     graph = copy_graph_module(lowered)
     for owner, backend in backends.items():
@@ -268,9 +347,8 @@ def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> Gra
             raise ConfigError(
                 f"backend {owner!r}: for_compiler must return a GraphModule, got {graph!r}"
             )
-    paths = sorted(written_buffers(graph.graph))
-    for path, value in copies_of({path: get_attribute(graph, path) for path in paths}).items():
-        set_attribute(graph, path, value)
+    for path in sorted(written_buffers(graph.graph)):
+        set_attribute(graph, path, state[path])
     return refresh(graph)
 
 

@@ -18,8 +18,10 @@ from torch.fx.node import map_arg
 from qompose.backend.discovery import obstacle
 from qompose.backend.interface import Backend, Finished, Methods, Target
 from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
-from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
+from qompose.errors import ConfigError, TargetError, blaming, near_names
 from qompose.plan.float_operators import state_bytes
+from qompose.plan.methods import ONLY, by_method, in_method, share_constants, share_state
+from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
 from qompose.program import meta
 from qompose.program.aliasing import aliased, written_values
@@ -70,7 +72,7 @@ def lower(
         NotLoweredError: `strict`, and a region found no kernel.
         UserError: models have names that methods cannot have.
     """
-    models = _by_method(converted)
+    models = by_method(converted, "lower")
     result, parts = with_kernels(converted, target)
     for name, (_, record) in parts.items():
         with in_method(name):
@@ -94,20 +96,34 @@ def with_kernels(
     It warns of nothing, and the records have no source.
     """
     steps = {}
-    for name, model in _by_method(converted).items():
+    for name, model in by_method(converted, "lower").items():
         with in_method(name):
             steps[name] = _replaced(model, target)
+    if len(steps) > 1:
+        _share_state(steps)
     with naming_fallbacks(steps):
         result, finished = finish(steps)
     return result, {n: (part.model, lowered_record(steps[n], part)) for n, part in finished.items()}
 
 
-def _by_method(converted: Any) -> Mapping[str, Any]:
-    """Return models by the names of their methods."""
-    if not isinstance(converted, Mapping):
-        return {ONLY: converted}
-    check_methods(converted)
-    return converted
+def _share_state(steps: dict[str, Step]) -> None:
+    """Let the methods of one program share state and equal parameters, in place."""
+    models = {name: step.model for name, step in steps.items()}
+    states = {name: step.record.state for name, step in steps.items()}
+    state, differing = share_state(models, states), share_constants(models, states)
+    note = (
+        f"weights that differ between methods, so that each method stores its own: "
+        f"{_list({*differing})}. Algorithms and bias rounding depend on what each method was calibrated with"
+    )
+    for name, step in steps.items():
+        plan = step.record.plan
+        record = replace(
+            step.record,
+            state={path: state[path] for path in step.record.state},
+            methods=tuple(steps),
+            plan=replace(plan, notes=(*plan.notes, note)) if differing else plan,
+        )
+        steps[name] = replace(step, record=record)
 
 
 def attach_records(parts: Mapping[str, tuple[Any, Record]]) -> None:
@@ -126,6 +142,9 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
+    restore_written(
+        model, record.state
+    )  # the converted model and the lowered one have state of their own
     mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
@@ -134,10 +153,6 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
     return Step(model, record, runtime, done, fallbacks, left)
-
-
-ONLY = ""
-"""The name of a model that is lowered by itself, where those of several methods have names."""
 
 
 @dataclass(frozen=True)
@@ -363,17 +378,6 @@ def _regions(model: GraphModule) -> dict[int, list[Node]]:
 
 
 @contextmanager
-def in_method(name: str) -> Iterator[None]:
-    """Prefix qompose's own errors with the name of a method, if the model is one of several."""
-    try:
-        yield
-    except QomposeError as error:
-        if name != ONLY:
-            error.args = (f"method {name!r}: {error}",)
-        raise
-
-
-@contextmanager
 def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
     """Append the regions without a kernel to a target's error: they may be what it cannot handle."""
     try:
@@ -388,16 +392,6 @@ def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
         if lines:
             error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{lines}",)
         raise
-
-
-def check_methods(methods: Mapping[str, GraphModule]) -> None:
-    """Raise UserError unless models have names that a program's methods can have."""
-    wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
-    if wrong or not methods:
-        raise UserError(
-            "lower takes a converted model, or a mapping of method names to converted models: "
-            + (f"{wrong[0]!r} is not an identifier" if wrong else "this mapping is empty")
-        )
 
 
 def mark_operators(model: GraphModule, plan: Plan) -> None:

@@ -268,6 +268,7 @@ class Record:
     `requirements` is what owners ask of the machine that is to run the model.
     `bytes` and `file_bytes` are those of all parameters and buffers, in memory and in a file.
     `state` has the exported values of the buffers that the program writes to, by path.
+    `methods` are the names of the methods that a lowered model was lowered with, where it is one of several.
     `fingerprint` is of the exported program's parameters (`qompose.plan.operator_ids`).
     `backends` are live objects, by the owners of claims.
     `source` is what a lowered model was made of, if `lower` made it here: the converted program as it was
@@ -287,6 +288,7 @@ class Record:
     bytes: int = 0
     file_bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
     fingerprint: str = ""
     source: GraphModule | None = field(default=None, repr=False, compare=False)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import overload
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -20,6 +21,7 @@ from qompose.observers.foreign_observer import Rebinding, guard
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
 from qompose.observers.min_max import Observer
 from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
+from qompose.plan.methods import each_method
 from qompose.plan.operator_ids import fingerprint, identify, isolate
 from qompose.plan.plan import Group, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
@@ -49,32 +51,60 @@ from qompose.training.qat_conv_bn import training_form
 from qompose.training.train_eval import evaluation_form
 
 
+@overload
 def prepare_pt2e(
     model: ExportedProgram | GraphModule,
     quantizer: QuantizerLike,
     *,
     inplace: bool = False,
     strict: bool = False,
-) -> GraphModule:
+) -> GraphModule: ...
+
+
+@overload
+def prepare_pt2e(
+    model: Mapping[str, ExportedProgram | GraphModule],
+    quantizer: QuantizerLike,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+) -> dict[str, GraphModule]: ...
+
+
+def prepare_pt2e(
+    model: ExportedProgram | GraphModule | Mapping[str, ExportedProgram | GraphModule],
+    quantizer: QuantizerLike,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+) -> GraphModule | dict[str, GraphModule]:
     """Insert observers where a quantizer wants them.
 
     Args:
-        model: what torch.export made. It is left alone; parameters are shared, not copied.
+        model: what torch.export made. It is left alone; parameters are shared, not copied. Or several by
+            name, the methods of one program: those of one path that a method writes to are one buffer in all.
         quantizer: of any engine; or what `compose` takes: the name of an installed backend, or a list.
         inplace: edit `model`, a GraphModule, itself.
         strict: make "nothing was quantized" and selectors that match nothing errors.
 
     Returns:
-        a GraphModule with the signature of `model`, and the same outputs, to be calibrated.
+        a GraphModule with the signature of `model`, and the same outputs, to be calibrated; of several
+        models a dict.
 
     Raises:
         NotExportedError: `model` was not exported.
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
         UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
-            `quantizer` is not a quantizer.
+            `quantizer` is not a quantizer; or methods have different buffers of one name.
         MemberError: a hook of the quantizer raised an error of its own.
     """
+    if isinstance(model, Mapping):
+        return each_method(
+            model,
+            "prepare_pt2e",
+            lambda each: _prepared(each, quantizer, inplace, strict, trains=False),
+        )
     return _prepared(model, quantizer, inplace, strict, trains=False)
 
 

@@ -41,15 +41,10 @@ from qompose.errors import (
 )
 from qompose.files import destination
 from qompose.json_codec import of_type, optional
-from qompose.lowering.lower_regions import (
-    ONLY,
-    attach_records,
-    check_methods,
-    in_method,
-    with_kernels,
-)
+from qompose.lowering.lower_regions import attach_records, with_kernels
+from qompose.plan.methods import ONLY, check_methods, in_method, share_constants, share_state
 from qompose.plan.plan import Plan, Record, attach, objections, record_of, warn
-from qompose.program.graph import copies_of
+from qompose.program.graph import copies_of, copy_graph_module
 from qompose.program.meta import META_KEY
 from qompose.reporting.build_report import count_nodes, report
 from qompose.reporting.report_data import Counts
@@ -101,6 +96,8 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         )
         for name, method in methods.items()
     }
+    if len(converted) > 1:
+        converted = _sharing(converted)
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
         raise UserError(f"save takes models of one stage and target, got {sorted(targets)}")
@@ -125,7 +122,7 @@ def _methods(model: Any) -> Mapping[str, Any]:
     methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
     if not isinstance(methods, Mapping):
         return {ONLY: model}
-    check_methods(methods)
+    check_methods(methods, "save")
     return methods
 
 
@@ -146,6 +143,19 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
             "load(path, as_converted=True) returns that."
         )
     return record.source, record
+
+
+def _sharing(models: Mapping[str, GraphModule]) -> dict[str, GraphModule]:
+    """Return copies of models that have one tensor for what is the same in several."""
+    copies = {name: copy_graph_module(model) for name, model in models.items()}
+    records: dict[str, Record] = {name: model.meta[META_KEY] for name, model in models.items()}
+    states = {name: record.state for name, record in records.items()}
+    state = share_state(copies, states)
+    share_constants(copies, states)
+    for name, record in records.items():
+        own = {path: state[path] for path in record.state}
+        copies[name].meta = {**models[name].meta, META_KEY: replace(record, state=own)}
+    return copies
 
 
 def _described(
@@ -319,7 +329,7 @@ def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -
     models, lowered, counts = {}, {}, {}
     target, methods = body["target"], body["methods"]
     if set(methods) != {ONLY}:
-        check_methods(methods)
+        check_methods(methods, "load")
     for name, part in methods.items():
         prefix = _prefix(name)
         own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}

@@ -168,11 +168,6 @@ class TestRefusals:
         with pytest.raises(TargetError, match="'chip'"):
             qompose.compile_lowered(qompose.lower(converted, "chip"))
 
-    def test_methods(self) -> None:
-        model = lowered(nn.Linear(3, 4))
-        with pytest.raises(TargetError, match="one, two"):
-            qompose.compile_lowered({"one": model, "two": model})  # type: ignore[arg-type]
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -13,6 +13,7 @@ import torch
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_methods
+from qompose_xnnpack.executorch_target.method_interface import Interface
 from qompose_xnnpack.executorch_target.program import INTERFACE
 from torch import Tensor, nn
 from torch.export import Dim
@@ -107,7 +108,9 @@ class TestTogether:
 
 class TestErrors:
     def test_the_program_itself_says_to_name_one(self) -> None:
-        parts: Any = dict.fromkeys(["encode", "decode"], (None, None))
+        parts: Any = dict.fromkeys(
+            ["encode", "decode"], (Interface(arguments=(), inputs=None, outputs=None), None)
+        )
         program = ExecutorchProgram(b"", parts)
         for use in (lambda: program.run(X), lambda: program.delegation):
             with pytest.raises(ExecutorchTargetError, match="encode, decode"):

@@ -20,6 +20,11 @@ QUIET: tuple[tuple[str, type[Warning], str], ...] = (
     ("(read_text|open_text|read_binary) is deprecated", DeprecationWarning, "its resource files"),
     ("`torch.jit.script_method` is deprecated", DeprecationWarning, "torchao imports torch.jit"),
     ("This API is experimental and subject to change", Warning, "its bindings, on import"),
+    (
+        "Mutation on a buffer in the model is detected",
+        UserWarning,
+        "`executorch_target.state` says it",
+    ),
     ("`isinstance\\(treespec, LeafSpec\\)` is deprecated", FutureWarning, "copies export specs"),
 )
 
@@ -35,6 +40,7 @@ class Lowering:
     to_edge_transform_and_lower: Any
     backend_config: Any
     shape_pass: Any
+    memory_planning_pass: Any
     xnnpack_partitioner: Any
     partitioner_configs: ModuleType
     format_target_name: Callable[[str], str]
@@ -53,6 +59,7 @@ def import_lowering() -> Lowering:
         from executorch.exir.backend.canonical_partitioners.config_partitioner import (
             format_target_name,
         )
+        from executorch.exir.passes import MemoryPlanningPass
         from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
     except ImportError as error:
         raise MissingExecutorchError(error) from error
@@ -61,6 +68,7 @@ def import_lowering() -> Lowering:
         to_edge_transform_and_lower=to_edge_transform_and_lower,
         backend_config=ExecutorchBackendConfig,
         shape_pass=ConstraintBasedSymShapeEvalPass,
+        memory_planning_pass=MemoryPlanningPass,
         xnnpack_partitioner=XnnpackPartitioner,
         partitioner_configs=configs,
         format_target_name=format_target_name,

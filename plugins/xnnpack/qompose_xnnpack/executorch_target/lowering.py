@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from qompose_xnnpack.executorch_target.executorch_imports import (
 )
 from qompose_xnnpack.executorch_target.export import export
 from qompose_xnnpack.executorch_target.graph_passes import remove_idle_expands
-from qompose_xnnpack.executorch_target.method_interface import interface_of
+from qompose_xnnpack.executorch_target.method_interface import Interface, interface_of
 from qompose_xnnpack.executorch_target.partitioner import partitioner_class
 from qompose_xnnpack.executorch_target.program import (
     FORWARD,
@@ -31,6 +32,7 @@ from qompose_xnnpack.executorch_target.program import (
     method_names,
     packed,
 )
+from qompose_xnnpack.executorch_target.state import written_buffers
 
 
 def lower_to_executorch(
@@ -89,19 +91,41 @@ def _lowered(exported: Mapping[str, ExportedProgram], api: Lowering) -> tuple[by
             transform_passes=[remove_idle_expands],
             partitioner={name: [p] for name, p in partitioners.items()},
         )
+        written = written_buffers(edge, exported)
+        interfaces = {
+            name: replace(i, writes=tuple(written[name])) for name, i in interfaces.items()
+        }
+        _check_first_runs(interfaces)
         parts = {name: (interfaces[name], partitioners[name].delegation) for name in exported}
         # Its manager takes constant methods only at the start, when nothing is known yet.
         edge._config_methods = {**(edge._config_methods or {}), INTERFACE: packed(parts)}
         config = api.backend_config(
             do_quant_fusion_and_const_prop=True,
+            memory_planning_pass=api.memory_planning_pass(
+                # What the methods of one program keep must not be where others compute.
+                share_mutable_buffers=len(exported) > 1 and any(written.values())
+            ),
             sym_shape_eval_pass={
                 name: _declared_shapes(api, program.range_constraints)
                 for name, program in exported.items()
             },
         )
         return bytes(edge.to_executorch(config).buffer), parts
+    except ExecutorchTargetError:
+        raise
     except Exception as error:  # its passes raise bare Exception and AssertionError too
         raise lowering_error(error, exported) from error
+
+
+def _check_first_runs(interfaces: Mapping[str, Interface]) -> None:
+    """Raise ``ExecutorchTargetError`` for methods whose first run, which only sizes memory, writes state."""
+    for name, interface in interfaces.items():
+        if interface.largest_first and interface.writes:
+            raise ExecutorchTargetError(
+                f"method {name!r} has means, dynamic sizes and state ({', '.join(interface.writes)}): "
+                "XNNPACK needs a first run with the largest sizes, which would write to the state. Export "
+                "it with fixed sizes, or leave the means in float"
+            )
 
 
 def _declared_shapes(api: Lowering, declared: Mapping[Any, Any]) -> Any:

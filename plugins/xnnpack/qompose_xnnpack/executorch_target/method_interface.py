@@ -98,12 +98,14 @@ class Interface:
     ``inputs``, ``outputs``: trees of arguments and results; None where it was read from a file and has a
     class that this process does not know: arguments are then taken flat, and results are a flat list.
     ``largest_first``: whether it has to run with the largest sizes before any others.
+    ``writes``: paths of the buffers that it writes to, which a later run and other methods read.
     """
 
     arguments: tuple[Argument, ...]
     inputs: pytree.TreeSpec | None
     outputs: pytree.TreeSpec | None
     largest_first: bool = False
+    writes: tuple[str, ...] = ()
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> list[Any]:
         """Return checked inputs in the runtime's order. Raises ``ExecutorchInputError``."""
@@ -165,6 +167,7 @@ class Interface:
             "inputs": self.inputs and pytree.treespec_dumps(self.inputs),
             "outputs": self.outputs and pytree.treespec_dumps(self.outputs),
             "largest_first": self.largest_first,
+            "writes": [*self.writes],
         }  # fmt: skip
 
     @classmethod
@@ -185,6 +188,7 @@ class Interface:
             inputs=_loaded(data["inputs"]),
             outputs=_loaded(data["outputs"]),
             largest_first=data["largest_first"],
+            writes=tuple(data["writes"]),
         )
 
 

@@ -30,9 +30,14 @@ Parts = Mapping[str, tuple[Interface, Delegation]]
 
 
 class _Loaded:
-    """A program in the runtime of this process, for one thread at a time as its methods share memory."""
+    """A program in the runtime of this process, for one thread at a time as its methods share memory.
 
-    def __init__(self, buffer: bytes) -> None:
+    ``together``: methods that are loaded together. Those that share state are: loading one sets its state to
+    the initial values.
+    """
+
+    def __init__(self, buffer: bytes, together: tuple[str, ...] = ()) -> None:
+        self.together = together
         self.lock = threading.Lock()
         self._buffer = buffer
         self._program: Any = None
@@ -49,7 +54,9 @@ class _Loaded:
             return self._methods[name], False
         if self._program is None:
             self._program = import_runtime().load_program(self._buffer)
-        self._methods[name] = self._program.load_method(name)
+            self._methods = {each: self._program.load_method(each) for each in self.together}
+        if name not in self._methods:
+            self._methods[name] = self._program.load_method(name)
         return self._methods[name], True
 
     def forget(self, name: str) -> None:
@@ -128,12 +135,14 @@ class ExecutorchProgram:
     ``buffer``: the ``.pte`` file as bytes; ``methods``: its methods by name. A program of one method,
     ``forward``, is run by itself, and has the method's ``delegation`` and record.
 
-    A deep copy is the program itself, since nothing in it changes; a pickle holds the file.
+    A deep copy is the program itself where nothing in it changes. One whose methods write to buffers
+    begins anew, as a pickle, which holds the file, does.
     """
 
     def __init__(self, buffer: bytes, parts: Parts) -> None:
         self.buffer = buffer
-        loaded = _Loaded(buffer)
+        keeps = any(interface.writes for interface, _ in parts.values())
+        loaded = _Loaded(buffer, tuple(parts) if keeps else ())
         self.methods: Mapping[str, ExecutorchMethod] = MappingProxyType(
             {
                 name: ExecutorchMethod(name, interface, delegation, loaded, len(buffer))
@@ -167,7 +176,11 @@ class ExecutorchProgram:
         return cls(buffer, parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExecutorchProgram:
-        return self
+        if not any(method.interface.writes for method in self.methods.values()):
+            return self
+        function, arguments = self.__reduce__()
+        copied: ExecutorchProgram = function(*arguments)
+        return copied
 
     def __reduce__(self) -> Any:
         # Trees are pickled by way of a class that torch 2.13 has deprecated: they go as text.

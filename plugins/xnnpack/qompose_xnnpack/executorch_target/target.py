@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import reduce
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ from qompose_xnnpack.executorch_target.program import (
     ExecutorchMethod,
     ExecutorchProgram,
 )
+from qompose_xnnpack.executorch_target.state import loading_note
 
 _GONE = "nothing of it is left in the program: it computes nothing, or nothing reads it"
 
@@ -39,10 +41,12 @@ def finish_methods(
     for module, _ in methods.values():
         keep_per_tensor_scales(module.graph)
     program = lower_methods(methods)
-    return program, {
+    finished = {
         name: _finished(method, method, methods[name][0])
         for name, method in program.methods.items()
     }
+    kept = loading_note({name: method.interface.writes for name, method in program.methods.items()})
+    return program, {name: replace(f, notes=(*f.notes, *kept)) for name, f in finished.items()}
 
 
 def _finished(

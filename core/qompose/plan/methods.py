@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of one program: models that have names, and share parameters and state by path.
+
+A decoder is exported twice, for a prompt and for one token, and both methods write to one cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from qompose.errors import QomposeError, UserError
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import copies_of, set_attribute
+from qompose.program.meta import META_KEY, VALUE_TAG, tag_of
+
+ONLY = ""
+"""The name of a model that stands alone, where those of several methods have names."""
+
+Model = TypeVar("Model")
+State = Mapping[str, Tensor]
+"""The exported values of the buffers that a model writes to, by path."""
+
+
+def by_method(model: Any, function: str) -> Mapping[str, Any]:
+    """Return models by the names of their methods; a model that is no mapping is the only one.
+
+    Raises:
+        UserError: a mapping is empty or has names that methods cannot have.
+    """
+    if not isinstance(model, Mapping):
+        return {ONLY: model}
+    check_methods(model, function)
+    return model
+
+
+def check_methods(methods: Mapping[str, Any], function: str) -> None:
+    """Raise UserError unless models have names that a program's methods can have."""
+    wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not methods:
+        raise UserError(
+            f"{function} takes a model, or a mapping of method names to models: "
+            + (f"{wrong[0]!r} is not an identifier" if wrong else "this mapping is empty")
+        )
+
+
+@contextmanager
+def in_method(name: str) -> Iterator[None]:
+    """Prefix qompose's own errors with the name of a method, if the model is one of several."""
+    try:
+        yield
+    except QomposeError as error:
+        if name != ONLY:
+            error.args = (f"method {name!r}: {error}",)
+        raise
+
+
+def each_method(
+    models: Mapping[str, Model], function: str, stage: Callable[[Model], GraphModule]
+) -> dict[str, GraphModule]:
+    """Return what a stage makes of each model; errors name the method, and `function` is the caller's.
+
+    What the models write to is shared.
+    """
+    check_methods(models, function)
+    done = {}
+    for name, model in models.items():
+        with in_method(name):
+            done[name] = stage(model)
+    share_state(done, states_of(done))
+    return done
+
+
+def states_of(models: Mapping[str, GraphModule]) -> dict[str, State]:
+    """Return by method the exported values of the buffers that it writes to, as its record has them."""
+    return {name: model.meta[META_KEY].state for name, model in models.items()}
+
+
+def share_state(
+    models: Mapping[str, GraphModule], states: Mapping[str, State]
+) -> dict[str, Tensor]:
+    """Let buffers of one path that a model writes to be one tensor in all models, in place.
+
+    It has its exported values, in a copy of the models' own.
+
+    Args:
+        models: the methods of one program.
+        states: by method, the exported values of the buffers that it writes to.
+
+    Returns:
+        the exported values of the shared buffers, by path.
+
+    Raises:
+        UserError: a buffer that one method writes to has another shape, type or initial value in another
+            method, or became a quantized constant there.
+    """
+    held = {name: _tensors(model) for name, model in models.items()}
+    state: dict[str, Tensor] = {}
+    for method, own in states.items():
+        state |= {path: value for path, value in own.items() if path not in state}
+        _check_not_folded(own, method, models, held)
+    for method, tensors in held.items():
+        initial = {**tensors, **states[method]}
+        for path in state.keys() & tensors.keys():
+            _check_same(path, state[path], initial[path], method, states)
+    shared = copies_of(state)
+    for method, model in models.items():
+        for path in shared.keys() & held[method].keys():
+            set_attribute(model, path, shared[path])
+    return state
+
+
+def share_constants(
+    models: Mapping[str, GraphModule], states: Mapping[str, State]
+) -> tuple[str, ...]:
+    """Let equal constants of one path be one tensor in all models, in place.
+
+    Args:
+        models: the methods of one program, converted or lowered: what they have but state is constant.
+        states: by method, the exported values of the buffers that it writes to.
+
+    Returns:
+        the paths of weights that have other values in one method than in another, so that each has its own.
+    """
+    state = {path for own in states.values() for path in own}
+    first: dict[str, Tensor] = {}
+    differing: dict[str, None] = {}
+    for model in models.values():
+        for path, own in _tensors(model).items():
+            other = first.setdefault(path, own)
+            if path in state or other is own or type(own) not in (Tensor, nn.Parameter):
+                continue
+            facts = [(t.shape, t.dtype, t.device, t.stride(), type(t)) for t in (own, other)]
+            if facts[0] == facts[1] and _equal(own, other):
+                set_attribute(model, path, other)
+            elif own.dim() > 1:
+                differing[path] = None
+    return tuple(differing)
+
+
+def _tensors(model: GraphModule) -> dict[str, Tensor]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _check_not_folded(
+    state: State,
+    writer: str,
+    models: Mapping[str, GraphModule],
+    held: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Raise UserError for a method that has what another writes to as a quantized constant."""
+    for method, model in models.items():
+        constants = {
+            name.partition(":")[0]
+            for node in nodes_in(model)
+            for name in tag_of(node, VALUE_TAG) or ()
+        }
+        for path in state:
+            if path in constants and path not in held[method]:
+                raise UserError(
+                    f"method {method!r} quantizes the buffer {path!r} as a constant, but method "
+                    f"{writer!r} writes to it. Leave its reader in float: set_module_name(..., None) for "
+                    f"the module that reads it in {method!r}"
+                )
+
+
+def _check_same(
+    path: str, first: Tensor, own: Tensor, method: str, states: Mapping[str, State]
+) -> None:
+    """Raise UserError where a method's buffer is not the one that the others share."""
+    other = next(name for name, state in states.items() if path in state)
+    problem = ""
+    for fact in ("shape", "dtype", "device"):
+        if getattr(own, fact) != getattr(first, fact):
+            problem = (
+                f"{fact} {getattr(own, fact)} in {method!r} and {getattr(first, fact)} in {other!r}"
+            )
+            break
+    else:
+        if not _equal(own, first):
+            problem = f"other initial values in {method!r} than in {other!r}"
+    if problem:
+        raise UserError(
+            f"methods share the buffers that they write to by name, but {path!r} has {problem}. Export all "
+            "methods from one module before any of them runs, or give the buffers names of their own"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors have the same bits, NaN included; those without data are never equal."""
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if same and one.storage_offset() == other.storage_offset() and one.stride() == other.stride():
+        return True
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().contiguous().reshape(-1)
+    return plain if plain.is_complex() else plain.view(torch.uint8)

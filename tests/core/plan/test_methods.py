@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of one program: names, state that is one, constants that are equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.errors import StageError, TargetError, UserError
+from qompose.plan.methods import by_method, share_constants, share_state, states_of
+from torch import Tensor, nn
+
+from tests.core.toy import DYNAMIC, LINEAR, STATIC, Model, export, toy
+
+WIDTH, LENGTH = 8, 6
+
+
+class Memory(nn.Module):
+    """Keeps what it reads in two buffers, one of which begins with values, and reads all of them."""
+
+    def __init__(self, start: float = 0.5) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(LENGTH, WIDTH))
+        self.register_buffer("count", torch.full((1,), start))
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        self.seen.index_copy_(0, at, self.linear(x))
+        self.count.add_(1)
+        return self.seen * self.count
+
+
+def inputs(first: int, size: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(first)
+    return torch.randn(size, WIDTH), torch.arange(first, first + size)
+
+
+PROMPT, TOKENS = inputs(0, 3), [inputs(place, 1) for place in range(3, LENGTH)]
+
+
+def memory() -> Memory:
+    torch.manual_seed(0)
+    return Memory().eval()
+
+
+def exported(model: nn.Module) -> dict[str, Any]:
+    return {"prompt": export(model, *PROMPT), "token": export(model, *TOKENS[0])}
+
+
+def run(methods: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [
+            methods["prompt"](*PROMPT).clone(),
+            *(methods["token"](*x).clone() for x in TOKENS),
+        ]
+
+
+def expected() -> list[Tensor]:
+    model = memory()
+    return run({"prompt": model, "token": model})
+
+
+def equal(found: list[Tensor], other: list[Tensor], bound: float = 0.0) -> bool:
+    pairs = zip(found, other, strict=True)
+    return all(bool(((a - b).abs() <= bound * b.abs().max()).all()) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def converted() -> dict[str, Any]:
+    prepared = qompose.prepare_pt2e(exported(memory()), toy(LINEAR, config=STATIC))
+    run(prepared)
+    return qompose.convert_pt2e(prepared)
+
+
+class TestStages:
+    def test_prepared_methods_share_state(self) -> None:
+        prepared = qompose.prepare_pt2e(exported(memory()), toy(LINEAR, config=DYNAMIC))
+        assert list(prepared) == ["prompt", "token"]
+        assert equal(run(prepared), expected())
+
+    def test_converted_lowered_and_loaded_ones_too(self, converted: Any, tmp_path: Any) -> None:
+        lowered = qompose.lower(converted)
+        assert lowered["prompt"].linear.weight_q is lowered["token"].linear.weight_q
+        want = run(converted)
+        assert equal(want, expected(), bound=0.05)
+        assert equal(run(lowered), want, bound=1e-5)
+        qompose.save(converted, tmp_path / "model")
+        assert equal(run(qompose.load(tmp_path / "model")), want)
+
+    def test_a_lowered_model_has_state_of_its_own(self, converted: Any) -> None:
+        run(converted)  # what was written here is not what the lowered model begins with
+        alone = qompose.lower(converted["prompt"])
+        assert equal([alone(*PROMPT)], expected()[:1], bound=0.05)
+        assert alone.seen is not converted["prompt"].seen
+
+    def test_a_file_of_two_has_equal_content_once(self, tmp_path: Any) -> None:
+        model = memory()
+        model.linear = nn.Linear(WIDTH, 4096).eval()
+        model.seen = torch.zeros(LENGTH, 4096)
+        quantizer = toy(LINEAR, config=DYNAMIC)
+        methods = {
+            name: qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
+            for name, program in exported(model).items()
+        }  # each by itself: only the file has them together
+        sizes = []
+        for saved in (methods["token"], methods):
+            qompose.save(saved, tmp_path / "model")
+            sizes.append((tmp_path / "model").stat().st_size)
+        assert sizes[1] < 1.3 * sizes[0]
+
+    def test_errors_name_the_method(self) -> None:
+        programs = exported(memory())
+        with pytest.raises(StageError, match="method 'token'"):
+            qompose.convert_pt2e(
+                {
+                    "prompt": qompose.prepare_pt2e(programs["prompt"], toy(LINEAR, config=DYNAMIC)),
+                    "token": programs["token"].module(),
+                }
+            )
+        with pytest.raises(UserError):
+            qompose.prepare_pt2e({}, toy(LINEAR))
+
+
+class TestCompiled:
+    def test_methods_are_compiled_with_one_state(self, converted: Any) -> None:
+        lowered = qompose.lower(converted)
+        compiled = qompose.compile_lowered(lowered)
+        assert equal(run(compiled), run(converted_again(converted)), bound=1e-5)
+
+    def test_one_of_several_is_refused(self, converted: Any) -> None:
+        lowered = qompose.lower(converted)
+        with pytest.raises(UserError, match="prompt, token"):
+            qompose.compile_lowered(lowered["token"])
+        with pytest.raises(TargetError, match="prompt, token"):
+            qompose.compile_lowered(lowered, "package")  # type: ignore[call-overload]
+
+    def test_methods_that_were_lowered_apart_are_refused(self, converted: Any) -> None:
+        apart = {name: qompose.lower(model) for name, model in converted.items()}
+        with pytest.raises(UserError, match=r"'(seen|count)'"):
+            qompose.compile_lowered(apart)
+
+    def test_a_constant_that_another_method_writes_to_is_refused(self, converted: Any) -> None:
+        reader = Model(lambda m, x: m.linear(x) + m.seen.sum(), linear=nn.Linear(WIDTH, WIDTH))
+        reader.register_buffer("seen", torch.zeros(LENGTH, WIDTH))
+        quantizer = toy(LINEAR, config=DYNAMIC)
+        read = qompose.convert_pt2e(qompose.prepare_pt2e(export(reader, PROMPT[0]), quantizer))
+        lowered = qompose.lower({"token": converted["token"], "read": read})
+        with torch.no_grad():
+            lowered["token"](*TOKENS[0])
+            assert bool((lowered["read"].seen == lowered["token"].seen).all())
+        with pytest.raises(UserError, match="'read' only reads the buffer 'seen'"):
+            qompose.compile_lowered(lowered)
+
+
+def converted_again(methods: Any) -> Any:
+    """The methods with the state that they were exported with."""
+    share_state(methods, states_of(methods))
+    return methods
+
+
+class TestClashes:
+    @pytest.mark.parametrize(
+        ("other", "named"),
+        [
+            (lambda: Memory(start=2.0), "initial values"),
+            (lambda: with_buffer(torch.zeros(1, dtype=torch.float64)), "dtype"),
+            (lambda: with_buffer(torch.zeros(LENGTH, 1)), "shape"),
+        ],
+        ids=["values", "dtype", "shape"],
+    )
+    def test_buffers_of_one_name_that_differ_are_named(self, other: Any, named: str) -> None:
+        programs = {"prompt": export(memory(), *PROMPT), "token": export(other(), *TOKENS[0])}
+        with pytest.raises(UserError, match=f"'count' has .*{named}|'count' has {named}"):
+            qompose.prepare_pt2e(programs, toy(LINEAR, config=DYNAMIC))
+
+    def test_a_method_that_quantizes_what_another_writes_to_is_named(self) -> None:
+        class Reader(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(LENGTH, WIDTH))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return nn.functional.linear(x, self.seen)
+
+        quantizer = toy(LINEAR, config=DYNAMIC)
+        programs = {"token": export(memory(), *TOKENS[0]), "read": export(Reader(), PROMPT[0])}
+        prepared = qompose.prepare_pt2e(programs, quantizer)
+        with pytest.raises(UserError, match="'read' quantizes the buffer 'seen'"):
+            qompose.convert_pt2e(prepared)
+
+    def test_weights_that_differ_are_kept_and_named(self) -> None:
+        models = {"one": nn.Linear(WIDTH, WIDTH), "two": nn.Linear(WIDTH, WIDTH)}
+        programs = {name: export(model, PROMPT[0]) for name, model in models.items()}
+        prepared = qompose.prepare_pt2e(programs, toy(LINEAR, config=DYNAMIC))
+        lowered = qompose.lower(qompose.convert_pt2e(prepared))
+        assert not torch.equal(lowered["one"].weight_q, lowered["two"].weight_q)
+        notes = qompose.report(lowered["one"]).notes
+        assert any("weight_q" in note for note in notes)
+
+
+def with_buffer(value: Tensor) -> nn.Module:
+    model = memory()
+    model.count = value
+    return model
+
+
+class TestNames:
+    def test_a_model_alone_has_no_name(self) -> None:
+        model = nn.Linear(2, 2)
+        assert by_method(model, "lower") == {"": model}
+
+    @pytest.mark.parametrize("names", [["a b"], [""], [3], []])
+    def test_names_are_identifiers(self, names: Any) -> None:
+        with pytest.raises(UserError, match="lower takes"):
+            by_method(dict.fromkeys(names), "lower")
+
+
+def test_equal_constants_are_shared_and_nan_is_equal_to_itself() -> None:
+    first, second = (torch.fx.symbolic_trace(nn.Linear(2, 2)) for _ in range(2))
+    for model in (first, second):
+        model.weight.data.fill_(float("nan"))
+        model.bias.data.fill_(1.0)
+    assert share_constants({"a": first, "b": second}, {"a": {}, "b": {}}) == ()
+    assert first.weight is second.weight and first.bias is second.bias
