@@ -91,7 +91,13 @@ class PluginError(UserError):
 
 
 class AnnotationConflictError(UserError, RuntimeError):
-    """A member of a composition changed what an earlier member had annotated."""
+    """A member of a composition changed what an earlier member had annotated.
+
+    Attributes:
+        earlier, later: labels of the two members.
+        node: the operator.
+        change: what the later member did with the earlier one's annotation.
+    """
 
     def __init__(self, earlier: str, later: str, node: str, change: str) -> None:
         self.earlier, self.later, self.node, self.change = earlier, later, node, change
@@ -99,6 +105,31 @@ class AnnotationConflictError(UserError, RuntimeError):
             f"Quantizer {later!r} {change} the annotation that quantizer {earlier!r} put on node "
             f"{node!r}. Restrict one of them (set_module_name(..., None), or qompose.restrict), change their "
             'order, or compose with on_conflict="first" to keep the earlier one.'
+        )
+
+
+class ContestedRegionError(AnnotationConflictError):
+    """Several members want the same operators, in a composition with on_conflict="error".
+
+    Attributes:
+        contests: (earlier member, its rule, later member, its rule, operators) of each region.
+    """
+
+    def __init__(self, contests: Sequence[tuple[str, str, str, str, tuple[str, ...]]]) -> None:
+        self.contests = tuple(contests)
+        self.earlier, _, self.later, _, nodes = self.contests[0]
+        self.node, self.change = nodes[0], "wants"
+        lines = [
+            f"{', '.join(nodes)}: {earlier} (rule {rule}) and {later} (rule {other})"
+            for earlier, rule, later, other, nodes in self.contests
+        ]
+        shown = [*lines[:8], *([f"and {len(lines) - 8} more"] if lines[8:] else [])]
+        UserError.__init__(
+            self,
+            'Members of a composition with on_conflict="error" want the same operators:\n'
+            + "".join(f"  - {line}\n" for line in shown)
+            + "In each line restrict one of the two (set_module_name(..., None), or qompose.restrict); or "
+            "leave on_conflict out to give such operators to the earlier member.",
         )
 
 

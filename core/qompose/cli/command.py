@@ -115,8 +115,9 @@ def add_quantizer(parser: ArgumentParser, required: bool = True) -> None:
         "--config", type=Path, metavar="FILE.json", help="the quantizer, as Quantizer.to_dict describes it"
     )  # fmt: skip
     parser.add_argument(
-        "--on-conflict", choices=("error", "first"),
-        help="with --backend: what to do where one changes the annotation of another (default: error)",
+        "--on-conflict", choices=("priority", "error", "first"),
+        help="with --backend: who gets operators that several want (default: priority, the first backend "
+        "that can take them; error: nobody; first: as priority, and no annotation of another is changed)",
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     if options.config is None:
         from qompose.quantizer.composition import compose
 
-        return compose(*options.backend, on_conflict=options.on_conflict or "error")
+        return compose(*options.backend, on_conflict=options.on_conflict or "priority")
     from qompose.quantizer.composition import quantizer_from_json
 
     if options.on_conflict:

@@ -32,6 +32,7 @@ from qompose.program.rewrites import (
 from qompose.quantizer.arbitration import (
     Attempt,
     Propose,
+    check_contests,
     compose_claims,
     covered_rewrites,
     wanted_rewrites,
@@ -41,7 +42,7 @@ from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_choice import not_in_training
-from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
+from qompose.spec.claim import PRIORITY, Claim, Composition, Proposal, Rejection, clear_annotations
 
 TRANSFORM = "transform_for_annotation"
 
@@ -82,6 +83,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
         exported, found, attempt, quantizer.objection_to_rewrite
     )
     composition, working = made.composition, made.working
+    check_contests(composition.conflicts, quantizer.on_conflict)
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
     composition.notes += [
@@ -187,7 +189,9 @@ def _composed(
 def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
     """Return a member's `propose` without claims on what it had not wanted with its batch norm folded."""
 
-    def propose(model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error") -> Proposal:
+    def propose(
+        model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
+    ) -> Proposal:
         proposal = member.propose(model, taken, on_conflict)
         refused = [claim for claim in proposal.claims if not {*claim.nodes}.isdisjoint(unfolded)]
         reason = "it does not want it with the batch norm folded, as its engine would show it"

@@ -24,6 +24,8 @@ from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_q
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums, own_buffers
 from qompose.spec.claim import (
+    FIRST,
+    PRIORITY,
     Claim,
     Operand,
     Point,
@@ -55,7 +57,7 @@ def propose_annotations(
     annotate: Callable[[GraphModule], Any],
     model: GraphModule,
     taken: Sequence[Claim],
-    on_conflict: str = "error",
+    on_conflict: str = PRIORITY,
     *,
     validate: Callable[[GraphModule], None] | None = None,
 ) -> Proposal:
@@ -65,7 +67,7 @@ def propose_annotations(
         validate: is shown the annotated snapshot.
 
     Raises:
-        AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
+        AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is not "first".
         ConfigError: an annotation is not made of specifications.
         UserError: it changed the program, or wrote to its tensors.
     """
@@ -116,7 +118,7 @@ def _touched(claim: Claim) -> Iterable[str]:
 
 def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_conflict: str) -> None:
     change = "removed" if node_annotation(node) is None else "changed"
-    if on_conflict == "error":
+    if on_conflict != FIRST:
         raise AnnotationConflictError(earlier, later, node.name, change)
     done = f"{change} the annotation of {earlier}, which was undone"
     proposal.notes.append(f"{node.name}: {later} {done}")

@@ -15,12 +15,14 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from qompose.errors import AnnotationConflictError
+from qompose.errors import AnnotationConflictError, ContestedRegionError
 from qompose.program.control_flow import nodes_in
 from qompose.program.meta import mark
 from qompose.program.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import (
+    ERROR,
+    PRIORITY,
     Claim,
     Composition,
     Conflict,
@@ -39,7 +41,7 @@ _WAITED = "its input is not quantized"
 
 
 def compose_claims(
-    model: GraphModule, members: Iterable[tuple[str, Propose]], on_conflict: str = "error"
+    model: GraphModule, members: Iterable[tuple[str, Propose]], on_conflict: str = PRIORITY
 ) -> Composition:
     """Ask each (label, propose) in order of priority and decide; mark operators of chosen claims, in place.
 
@@ -48,6 +50,7 @@ def compose_claims(
     """
     arbiter = _Arbiter(model)
     for label, propose in members:
+        arbiter.heard.append(label)
         proposal = _asked(label, propose, model, arbiter.result.chosen, on_conflict)
         arbiter.hear([replace(claim, owner=label) for claim in proposal.claims])
         arbiter.withdrawn += [replace(claim, owner=label) for claim in proposal.withdrawn]
@@ -82,6 +85,7 @@ class _Arbiter:
         self.waiting: list[Claim] = []
         self.lost: list[Claim] = []
         self.withdrawn: list[Claim] = []  # never decided about
+        self.heard: list[str] = []  # members so far, in order of priority
 
     @property
     def fallen(self) -> list[Claim]:
@@ -187,11 +191,25 @@ class _Arbiter:
     def _record_loss(self, winner: Claim, loser: Claim, around: tuple[str, ...] = ()) -> None:
         """List a loss of nodes in common; of a claim without an operator, those around its value."""
         shared = tuple(n for n in loser.nodes if self.taken.get(n) is winner) or around
+        why = self._why_earlier_lost(winner, loser)
         self.result.conflicts.append(
-            Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared)
+            Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared, why)
         )
         reason = f"its rule {loser.rule} lost {', '.join(shared)} to {winner.owner}"
         self._reject(loser, reason, Kind.LOST)
+
+    def _why_earlier_lost(self, winner: Claim, loser: Claim) -> str:
+        """Say why a claim of an earlier member lost to a later one; nothing where the order explains it."""
+        if self.heard.index(winner.owner) < self.heard.index(loser.owner):
+            return ""
+        needs = loser.needs_quantized
+        owners = dict.fromkeys(
+            c.owner for c in self.result.chosen if not given(c).isdisjoint(needs)
+        )
+        return (
+            f"{loser.owner} comes first, but rule {loser.rule} applies only where {', '.join(needs)} "
+            f"{'is' if len(needs) == 1 else 'are'} quantized, and {' and '.join(owners)} did that later"
+        )
 
     def _reject(self, claim: Claim, reason: str, kind: Kind = Kind.REFUSED) -> None:
         self.result.rejections.append(
@@ -276,6 +294,20 @@ class _Arbiter:
             decide(claim)
             owners.add(claim.owner)
         return owners
+
+
+def given(claim: Claim) -> set[str]:
+    """Return the values that a claim quantizes for whoever reads them, and those its static kernel gives."""
+    values = {spec.point.source for spec in claim.specs if spec.point.user is None}
+    return values | ({claim.output} if claim.mode == "static" else set())
+
+
+def check_contests(conflicts: Sequence[Conflict], on_conflict: str) -> None:
+    """Raise ContestedRegionError where members may not want the same operators, and do."""
+    if on_conflict == ERROR and conflicts:
+        raise ContestedRegionError(
+            [(c.winner, c.winner_rule, c.loser, c.loser_rule, c.nodes) for c in conflicts]
+        )
 
 
 def unresolved(chosen: Sequence[Claim], lost: Sequence[Claim]) -> dict[Point, str]:

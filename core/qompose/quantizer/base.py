@@ -16,7 +16,7 @@ from qompose.backend.capabilities import Capabilities
 from qompose.errors import ConfigError
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.interop.torchao_engine import transform_for_torchao
-from qompose.spec.claim import Claim, Proposal
+from qompose.spec.claim import PRIORITY, Claim, Proposal
 from qompose.spec.quantization_spec import (
     QUANTIZERS,
     EdgeOrNode,
@@ -37,8 +37,8 @@ class Quantizer(ABC):
 
     rewrites: tuple[str, ...] = ()
     """Names of the tentative rewrites (`qompose.program.rewrites`) that this quantizer asks for."""
-    on_conflict: str = "error"
-    """What happens when a member changes an earlier one's annotation; a composition may say "first"."""
+    on_conflict: str = PRIORITY
+    """What happens where members want the same operators; a composition may say otherwise."""
     expects_folded = False
     """Whether its engine folds every batch norm before it asks: what it wants without is not meant."""
     _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
@@ -117,7 +117,7 @@ class Quantizer(ABC):
         return "its quantizer annotates, and says nothing of other specifications"
 
     def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
         """Return claims on `model`, given those of earlier members. `model` is left as it is."""
         return propose_annotations(self.name, self.annotate, model, taken, on_conflict)

@@ -14,13 +14,15 @@ from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities
 from qompose.backend.discovery import load_backend
-from qompose.errors import ConfigError, PluginError, UserError, blaming
+from qompose.errors import ConfigError, PluginError, UserError, blaming, near_names
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.interop.hook_guard import HookGuard, forbid_observer_edits
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
 from qompose.spec.claim import (
+    POLICIES,
+    PRIORITY,
     Claim,
     Composition,
     Proposal,
@@ -39,18 +41,25 @@ class ComposableQuantizer(Quantizer):
     Args:
         quantizers: the members; a composition among them is taken apart into its own members, which keep
             their order and come under this one's `on_conflict`.
-        on_conflict: "error" raises AnnotationConflictError when a member changes what an earlier one
-            annotated; "first" undoes the change and lists it.
+        on_conflict: what happens where several want the same operators. "priority": they go to the first
+            member that can take them, and the report lists what the others lost; a member that annotates
+            itself and changes what an earlier one annotated raises AnnotationConflictError. "first": the
+            same, and such a change is undone and listed. "error": any operator that several want raises
+            ContestedRegionError, and such a change AnnotationConflictError, when a program is prepared.
 
     Raises:
         UserError: there are no members, or one is not a quantizer.
         ConfigError: a composition among them has another `on_conflict`.
     """
 
-    def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:
+    def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = PRIORITY) -> None:
         super().__init__()
-        if on_conflict not in ("error", "first"):
-            raise ConfigError(f'on_conflict must be "error" or "first", got {on_conflict!r}')
+        if on_conflict not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise ConfigError(
+                f"on_conflict must be one of {known}, got {on_conflict!r}"
+                f"{near_names(str(on_conflict), POLICIES)}"
+            )
         if not quantizers:
             raise UserError(
                 "A composition needs at least one quantizer, or the name of an installed backend. "
@@ -138,7 +147,7 @@ class ComposableQuantizer(Quantizer):
         name_observers(edge_or_node_to_obs_or_fq)
 
     def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
         """Refuse: claims are made by the members.
 
@@ -166,13 +175,15 @@ QuantizerLike: TypeAlias = "str | Quantizer | Sequence[str | Quantizer] | Any"
 """A quantizer of any engine; an installed backend, `"name"` or `"name:configuration"`; or a list of these."""
 
 
-def compose(*members: QuantizerLike, on_conflict: str = "error") -> ComposableQuantizer:
-    """Compose quantizers, in order of priority.
+def compose(*members: QuantizerLike, on_conflict: str = PRIORITY) -> ComposableQuantizer:
+    """Compose quantizers, in order of priority: what several want goes to the first that can take it.
 
     Args:
         members: quantizers, also of other engines; installed backends by name, each with its default
             configuration (`"xnn"`) or another of its own (`"xnn:dynamic per-channel"`); and lists of these.
-        on_conflict: see `ComposableQuantizer`.
+        on_conflict: "priority"; "error" where members may not want the same operators; or "first" where a
+            member may not change another's annotations, and is not to fail for it: see
+            `ComposableQuantizer`.
 
     Raises:
         BackendNotFoundError: no such backend is installed.
@@ -254,7 +265,7 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
     """Return the quantizer that the data of `Quantizer.to_dict` stands for.
 
     Args:
-        data: `{"backend": name, "selectors": [...]}`, or `{"members": [...], "on_conflict": "error"}`.
+        data: `{"backend": name, "selectors": [...]}`, or `{"members": [...], "on_conflict": "priority"}`.
 
     Raises:
         ConfigError, SelectorError: the data is malformed, has unknown keys, or asks for what the backend
@@ -266,11 +277,11 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
             f"expected an object with the keys backend and selectors, or members, got {data!r}"
         )
     if "members" in data:
-        check_keys({"on_conflict": "error", **data}, ("members", "on_conflict"))
+        check_keys({"on_conflict": PRIORITY, **data}, ("members", "on_conflict"))
         if not isinstance(data["members"], list):
             raise ConfigError(f"members must be a list, got {data['members']!r}")
         members = [quantizer_from_dict(member) for member in data["members"]]
-        return ComposableQuantizer(members, data.get("on_conflict", "error"))
+        return ComposableQuantizer(members, data.get("on_conflict", PRIORITY))
     check_keys(data, ("backend", "selectors"))
     if not isinstance(data["backend"], str):
         raise ConfigError(f"backend must be a string, got {data['backend']!r}")

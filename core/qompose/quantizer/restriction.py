@@ -20,7 +20,7 @@ from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.quantizer.selector_matching import Assignment
-from qompose.spec.claim import Claim, Proposal, Rejection
+from qompose.spec.claim import PRIORITY, Claim, Proposal, Rejection
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
 from qompose.spec.selectors import Selectors, Setting, setting_of
 
@@ -71,7 +71,7 @@ class Restricted(Quantizer):
         self.member.start()
 
     def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
         """Return the member's claims but for those on operators that it is kept out of."""
         bounds = self._bounds or self.bound(model)._bounds

@@ -36,7 +36,7 @@ from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_
 from qompose.quantizer.rule_matching import propose_rules
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
-from qompose.spec.claim import Claim, Proposal
+from qompose.spec.claim import PRIORITY, Claim, Proposal
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationConfig, QuantizationSpec
 from qompose.spec.selectors import (
     CALL,
@@ -230,7 +230,7 @@ class RuleQuantizer(Quantizer):
         return assignment
 
     def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
         backend, assigned = self.backend, self._assigned(model)
         return propose_rules(self.name, backend.rules, assigned, model, backend.left_in_float)

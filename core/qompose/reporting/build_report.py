@@ -61,6 +61,7 @@ def report(model: Any) -> Report:
         requantizations=plan.requantizations(record.dropped),
         conflicts=tuple(
             f"{c.loser} rule {c.loser_rule} lost {', '.join(c.nodes)} to {c.winner} rule {c.winner_rule}"
+            f"{f': {c.reason}' if c.reason else ''}"
             for c in plan.conflicts
         ),
         rewrites=(*map(str, plan.rewrites), *record.balanced),

@@ -198,15 +198,24 @@ class Rejection:
     kind: Kind = Kind.REFUSED
 
 
+PRIORITY, ERROR, FIRST = "priority", "error", "first"
+POLICIES = (PRIORITY, ERROR, FIRST)
+"""What a composition does where members want the same: see `ComposableQuantizer`."""
+
+
 @dataclass(frozen=True)
 class Conflict:
-    """A claim that lost nodes to an earlier one."""
+    """A claim that lost nodes to another one.
+
+    `reason` says why, where the winner's member comes later in the composition.
+    """
 
     winner: str
     winner_rule: str
     loser: str
     loser_rule: str
     nodes: tuple[str, ...]
+    reason: str = ""
 
 
 @dataclass

@@ -85,6 +85,19 @@ def test_earlier_members_win_and_the_loss_is_listed(model: GraphModule) -> None:
     assert result.conflicts == [Conflict("second", "two", "first", "one", ("sigmoid_1",))]
 
 
+def test_a_loss_to_a_later_member_says_what_the_earlier_one_waited_for(model: GraphModule) -> None:
+    """The first wants what reads an operator once that is quantized, and the second quantizes both."""
+    first = member("first", claim("view", 1, needs=(0,)))
+    second = member("second", claim("all", 0), claim("too", 1))
+    result = compose_claims(model, [first, second])
+    assert chosen(result) == ["second.all", "second.too"]
+    (conflict,) = result.conflicts
+    assert (conflict.winner, conflict.loser) == ("second", "first")
+    assert "sigmoid" in conflict.reason and "second" in conflict.reason
+    (conflict,) = compose_claims(model, [second, first]).conflicts
+    assert (conflict.winner, conflict.reason) == ("second", "")
+
+
 def test_a_claim_may_lose_to_several_and_does_not_conflict_with_those_of_its_member(
     model: GraphModule,
 ) -> None:

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import qompose
@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from qompose import ComposableQuantizer, Quantizer, UserError
 from qompose.backend import OperatorPattern
-from qompose.errors import ConfigError, MemberError
+from qompose.errors import AnnotationConflictError, ConfigError, ContestedRegionError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.quantizer.restriction import Restricted
 from qompose.spec.claim import Claim
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.quantizer.interop.foreign import Foreign
 from tests.core.toy import (
     ADD,
     ADD_RELU,
@@ -322,6 +323,49 @@ class TestState:
             fresh = prepare(program, qompose.compose(*self.members()))
             assert graph_text(again) == graph_text(fresh)
             assert plan_of(again) == plan_of(fresh)
+
+
+class TestContests:
+    """on_conflict="error": no two members may want the same operators."""
+
+    OTHERS: ClassVar[dict[str, Callable[[], Any]]] = {
+        "rules": lambda: toy(LINEAR, name="other"),
+        "foreign": Foreign,
+    }
+
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_what_several_want_is_an_error(self, other: str) -> None:
+        member = self.OTHERS[other]()
+        composed = qompose.compose(toy(LINEAR, name="body"), member, on_conflict="error")
+        with pytest.raises(ContestedRegionError) as caught:
+            prepare(PROGRAM, composed)
+        error = caught.value
+        assert isinstance(error, AnnotationConflictError)
+        assert (error.earlier, error.later, error.node) == (
+            "body",
+            composed.members[1].name,
+            "linear",
+        )
+        assert {nodes for *_, nodes in error.contests} == {("linear",), ("linear_1",)}
+        assert "linear_1" in str(error)
+        assert (
+            len(
+                plan_of(
+                    prepare(PROGRAM, qompose.compose(toy(LINEAR, name="body"), member))
+                ).conflicts
+            )
+            == 2
+        )
+
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_what_one_of_them_leaves_alone_is_none(self, other: str) -> None:
+        body = toy(LINEAR, name="body", config=None)
+        composed = qompose.compose(body, self.OTHERS[other](), on_conflict="error")
+        assert len(plan_of(prepare(PROGRAM, composed)).claims) == 2
+
+    def test_two_rules_of_one_member_are_none(self) -> None:
+        alone = qompose.compose(toy(LINEAR_RELU, LINEAR, LINEAR), on_conflict="error")
+        assert len(plan_of(prepare(PROGRAM, alone)).claims) == 2
 
 
 def test_a_restricted_member_keeps_the_order_of_its_claims() -> None:

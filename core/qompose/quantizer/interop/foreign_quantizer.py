@@ -26,7 +26,7 @@ from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.hook_guard import restore_process
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao
-from qompose.spec.claim import Claim, Proposal, node_annotation
+from qompose.spec.claim import PRIORITY, Claim, Proposal, node_annotation
 from qompose.spec.quantization_spec import EdgeOrNode
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class AdaptedQuantizer(Quantizer):
         return annotate_for_torchao(model, self)
 
     def propose(
-        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
         """Return its claims on the program; those of other members are hidden from it."""
         notes: list[str] = []

@@ -28,6 +28,7 @@ from qompose.program.rewrites import Candidate, apply_rewrites
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.arbitration import (
     Attempt,
+    check_contests,
     compose_claims,
     covered_rewrites,
     wanted_rewrites,
@@ -157,7 +158,10 @@ def annotate_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
 
 def _composed(model: GraphModule, bound: Any) -> Composition:
     members = [(label, member.propose) for label, member in bound.labelled_members]
-    return compose_claims(model, [(_EARLIER, _standing), *members], bound.on_conflict)
+    composition = compose_claims(model, [(_EARLIER, _standing), *members], bound.on_conflict)
+    own = [conflict for conflict in composition.conflicts if conflict.winner != _EARLIER]
+    check_contests(own, bound.on_conflict)
+    return composition
 
 
 def _own(composition: Composition) -> list[Claim]:
