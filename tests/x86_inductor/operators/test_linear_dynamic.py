@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose_x86_inductor.onednn import exactness, packed_weights
+from qompose_x86_inductor.onednn import calls, exactness, packed_weights
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from qompose_x86_inductor.operators.choose_qparams import (
     choose,
@@ -151,6 +151,26 @@ class TestPerToken:
         x[1, 2] = value
         actual = OPS.linear_dynamic_per_token(x, weight, scales, bias, symmetric)
         assert actual.isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_onednn_gets_no_int8_inputs_for_which_it_has_slow_code_alone(
+    symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes, linear = [], calls.linear
+
+    def noting(product: Any, *rest: Any) -> Tensor:
+        dtypes.append(product.x.dtype)
+        return linear(product, *rest)
+
+    monkeypatch.setattr(calls, "linear", noting)
+    x, weight, scales, bias = operands(0, 3, 40)
+    constants = (weight.clamp(*exactness.NARROW), scales, bias)
+    OPS.linear_dynamic_per_token(x, *constants, symmetric)
+    linear_per_token_in_graph(
+        x, *constants, symmetric, zero_points=torch.zeros(6, dtype=torch.int32)
+    )
+    assert dtypes == [torch.uint8] * 2
 
 
 def per_tensor(*operands: Tensor) -> Tensor:
