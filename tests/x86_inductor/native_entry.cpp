@@ -1,16 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of native/ behind one function of C, so that a test can call them without compiling a model.
-#include "arguments.h"
+// The kernels and the operators of native/ as functions of C, for tests that compile no model.
+#include <omp.h>
 
-extern "C" void run(bool by_channel, const uint8_t* x, const int64_t* dims, const int8_t* weight,
-                    const int32_t* start, const float* scale, const float* bias, const void* other,
-                    int other_kind, const int64_t* sizes, const double* ends, void* out) {
-  using namespace qompose_x86;
-  run(by_channel, image_of(x, dims, sizes), {weight, start, scale, bias}, other,
-      static_cast<Kind>(other_kind), sizes, ends, out);
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "shims.h"
+
+static std::atomic<int> allocations{0}, allocations_in_parallel{0};
+
+void* operator new(std::size_t size) {
+  ++allocations;
+  allocations_in_parallel += omp_in_parallel();
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+extern "C" int count_allocations(bool in_parallel) {
+  return in_parallel ? allocations_in_parallel : allocations;
 }
 
-extern "C" void quantize(const float* x, int64_t images, int64_t channels, int64_t pixels, float inverse,
-                         int zp, int low, int high, uint8_t* out) {
-  qompose_x86::quantize_planes({x, images, channels, pixels, inverse, zp, low, high}, out);
+extern "C" int threads(int64_t products, int64_t parts, int available) {
+  return qompose_x86::threads_for(products, parts, available);
+}
+
+extern "C" AOTITorchError run(int threads, bool by_channel, const uint8_t* x, const int64_t* dims,
+                              const int8_t* weight, const int32_t* start, const float* scale,
+                              const float* bias, const void* other, int other_kind, const int64_t* sizes,
+                              const double* ends, void* out) {
+  using namespace qompose_x86;
+  return without_exceptions("run", [&] {
+    run(threads, by_channel, image_of(x, dims, sizes), {weight, start, scale, bias}, other,
+        static_cast<Kind>(other_kind), sizes, ends, out);
+  });
+}
+
+extern "C" void quantize(int threads, const float* x, int64_t images, int64_t channels, int64_t pixels,
+                         float inverse, int zp, int low, int high, uint8_t* out) {
+  qompose_x86::quantize_planes({x, images, channels, pixels, inverse, zp, low, high}, out, threads);
+}
+
+extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors, AtenTensorHandle* other,
+                                      const int64_t* sizes, const double* ends, AtenTensorHandle* result) {
+  const auto run = by_channel ? aoti_torch_cpu_vnni_depthwise : aoti_torch_cpu_vnni_product;
+  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, 13, ends, 6, result);
 }

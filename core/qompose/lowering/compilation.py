@@ -221,8 +221,8 @@ def _compiled_model(
     """Compile one lowered model, which writes to `state`, by path."""
     record = _lowered_record(lowered)
     backends = _taking_part(record)
-    settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     _check_toolchain()
+    settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     graph = _for_compilers(lowered, backends, state)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
     known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}

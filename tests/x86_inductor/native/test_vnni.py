@@ -32,7 +32,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    options = CppTorchOptions(pick_vec_isa(), extra_flags=[f"-I{NATIVE}"])
+    flags = [f"-I{NATIVE}", "-Wl,-Bsymbolic"]  # the latter: its `operator new` is that of the file
+    options = CppTorchOptions(
+        pick_vec_isa(), include_pytorch=True, aot_mode=True, extra_flags=flags
+    )
     folder = tmp_path_factory.mktemp("native")
     builder = CppBuilder("kernels", str(ENTRY), options, str(folder))
     builder.build()
@@ -44,11 +47,12 @@ def native(library: ctypes.CDLL) -> Run:
     """Return what runs the C++ on the arguments of `vnni.PRODUCT` or ``DEPTHWISE``."""
     function = library.run
 
-    def run(operator: Any, *arguments: Any, x: int | None = None) -> Tensor:
+    def run(operator: Any, *arguments: Any, x: int | None = None, threads: int = 1) -> Tensor:
         image, *constants, other, sizes, ends = arguments
         result = torch.full(Sizes.read(sizes).shape(image), 77, dtype=KINDS[sizes[-1]])
         kind = 2 if other is None else KINDS.index(other.dtype)
-        function(
+        failed = function(
+            ctypes.c_int(threads),
             ctypes.c_bool(operator is vnni.DEPTHWISE),
             ctypes.c_void_p(image.data_ptr() if x is None else x),
             (ctypes.c_int64 * 4)(*image.shape),
@@ -59,6 +63,7 @@ def native(library: ctypes.CDLL) -> Run:
             (ctypes.c_double * len(ends))(*ends),
             ctypes.c_void_p(result.data_ptr()),
         )
+        assert not failed
         return result
 
     return run
@@ -150,7 +155,7 @@ def test_planes(
     low, high = (10, 100) if narrow else (0, 255)
     result = torch.full((images * pixels * channels + 64,), 77, dtype=torch.uint8)
     library.quantize(
-        ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, (images, channels, pixels)),
+        ctypes.c_int(1), ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, (images, channels, pixels)),
         ctypes.c_float(1 / 0.03), *map(ctypes.c_int, (zp, low, high)), ctypes.c_void_p(result.data_ptr()),
     )  # fmt: skip
     wanted = vnni.reference_planes(x, 0.03, zp, low, high)
@@ -254,6 +259,199 @@ def test_another_version_of_the_code_is_another_text(
     (tmp_path / "shims.h").write_text("// another")
     monkeypatch.setattr(vnni, "_HEADER", tmp_path / "shims.h")
     after = vnni.shims()[vnni.PRODUCT]
-    digests = [texts[0].partition("\n")[0] for texts in (before, after)]
+    digests = [texts[0].splitlines()[1] for texts in (before, after)]
     assert digests[0] != digests[1]
-    assert len(before) == len(after) == 2
+
+
+def with_bias(
+    values: list[float], channels: int, kind: torch.dtype, function: int = 0
+) -> tuple[Any, ...]:
+    """Arguments of a product of zeros, whose bias goes through a function: a row for each value."""
+    zero_point, limits = (0, None) if kind == torch.float32 else (7, torch.iinfo(kind))
+    low, high = (-MOST, MOST) if limits is None else (limits.min - 7.0, limits.max - 7.0)
+    sizes = Sizes(
+        channels, (1, 1), (1, 1), (0, 0), (1, 1), 0, function, zero_point, KINDS.index(kind)
+    )
+    weight = torch.zeros(channels, 4, 1, 1, dtype=torch.int8)
+    constants = prepared(
+        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=False
+    )
+    other = torch.tensor(values)[:, None].expand(-1, channels).reshape(1, 1, -1, channels)
+    ends = Ends(1.0, 0.0, 0.1, 1.0, low, high)
+    x = torch.zeros(1, 1, len(values), 4, dtype=torch.uint8)
+    return x, *constants, other.contiguous(), sizes.flat(), [*ends]
+
+
+@needs_vnni
+@pytest.mark.parametrize("kind", KINDS[:2], ids=str)
+@pytest.mark.parametrize("function", range(len(FUNCTIONS)))
+def test_nan_is_the_lowest_integer_in_whole_and_in_ragged_tiles(
+    native: Run, kind: torch.dtype, function: int
+) -> None:
+    arguments = with_bias([float("nan"), 0.0], 64 + 16 + 3, kind, function)
+    got = native(vnni.PRODUCT, *arguments)
+    assert bool((got[0, 0, 0] == torch.iinfo(kind).min).all())
+    assert torch.equal(got, vnni.reference(*arguments, depthwise=False))
+
+
+@needs_vnni
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_nan_of_channels_by_themselves(native: Run, kind: torch.dtype) -> None:
+    x = torch.zeros(1, 4, 4, 67, dtype=torch.uint8)
+    arguments = [*sums_of(x, torch.ones(67, 1, 3, 3).char(), depthwise=True)]
+    arguments[4] = arguments[4] + float("nan")
+    arguments[6][-1] = KINDS.index(kind)
+    if kind != torch.float32:
+        arguments[7][-2:] = [
+            float(limit) for limit in (torch.iinfo(kind).min, torch.iinfo(kind).max)
+        ]
+    got = native(vnni.DEPTHWISE, *arguments)
+    lowest = got.isnan() if kind == torch.float32 else got == torch.iinfo(kind).min
+    assert bool(lowest.all())
+
+
+@needs_vnni
+@pytest.mark.parametrize("function", range(len(FUNCTIONS)))
+def test_huge_values_are_those_of_torch(native: Run, function: int) -> None:
+    values = [s * v for v in (1e4, 1e10, 1e20, 3e38) for s in (1, -1)]
+    arguments = with_bias([*values, float("nan")], 19, torch.float32, function)
+    got = native(vnni.PRODUCT, *arguments)
+    wanted = vnni.reference(*arguments, depthwise=False)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+@needs_vnni
+@pytest.mark.parametrize("threads", [2, 8, 64])
+@pytest.mark.parametrize("depthwise", [False, True])
+def test_threads_compute_the_same_and_ask_for_no_memory(
+    library: ctypes.CDLL, native: Run, threads: int, depthwise: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 256, (2, 33, 35, 96), dtype=torch.uint8)
+    weight = a_weight(96, 96, (3, 3), depthwise)
+    arguments = sums_of(x, weight, depthwise=depthwise, padding=1)
+    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    counts = [library.count_allocations(False), library.count_allocations(True)]
+    got = native(operator, *arguments, threads=threads)
+    assert library.threads(ctypes.c_int64(x.numel() * 9), ctypes.c_int64(64), threads) > 1
+    assert library.count_allocations(False) > counts[0]
+    assert library.count_allocations(True) == counts[1] == 0
+    assert torch.equal(got, native(operator, *arguments, threads=1))
+
+
+@needs_vnni
+@pytest.mark.parametrize(
+    ("products", "parts", "expected"),
+    [(1 << 16, 100, 1), (1 << 30, 1, 1), (1 << 30, 100, 8), (0, 0, 1)],
+)
+def test_little_work_is_that_of_one_thread(
+    library: ctypes.CDLL, products: int, parts: int, expected: int
+) -> None:
+    assert library.threads(ctypes.c_int64(products), ctypes.c_int64(parts), 8) == expected
+
+
+class Operator:
+    """An operator of the library on tensors, as compiled programs call it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.operator_of
+
+    def __call__(self, depthwise: bool, *arguments: Any) -> Tensor | None:
+        *tensors, other, sizes, ends = arguments
+        handles = [*map(torch._C._aoti.unsafe_alloc_void_ptr_from_tensor, tensors)]
+        added = None if other is None else torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(other)
+        result = ctypes.c_void_p()
+        failed = self._function(
+            ctypes.c_bool(depthwise),
+            (ctypes.c_void_p * len(handles))(*map(pointer, handles)),
+            None if added is None else ctypes.byref(ctypes.c_void_p(pointer(added))),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            (ctypes.c_double * len(ends))(*ends),
+            ctypes.byref(result),
+        )
+        for handle in (*handles, added):
+            if handle is not None:
+                torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(handle)
+        if failed:
+            assert result.value is None
+            return None
+        return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(result.value))
+
+
+def pointer(handle: Any) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return get(handle, None)
+
+
+def capsule(address: int | None) -> Any:
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, None, None)
+
+
+def small_sums(other: Tensor | None = None, channels: int = 5) -> list[Any]:
+    x = torch.randint(0, 256, (1, 4, 4, channels), dtype=torch.uint8)
+    arguments = [*sums_of(x, a_weight(channels, channels, (1, 1), False), depthwise=False)]
+    arguments[5] = other
+    return arguments
+
+
+@needs_vnni
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_operator_takes_and_returns_tensors(library: ctypes.CDLL, kind: torch.dtype) -> None:
+    arguments = small_sums(torch.ones(1, 4, 4, 5).to(kind))
+    got = Operator(library)(False, *arguments)
+    assert got is not None
+    assert torch.equal(got, vnni.reference(*arguments, depthwise=False))
+
+
+def _too_small(arguments: list[Any]) -> None:
+    """By one, at a stride that rounds the missing pixel away."""
+    sizes = Sizes.read(arguments[6])._replace(kernel=(5, 5), stride=(2, 2))
+    weight = a_weight(5, 5, (5, 5), False)
+    arguments[1], arguments[6] = vnni.pack(weight, sizes, depthwise=False), sizes.flat()
+
+
+WRONG = {
+    "smaller than the kernel": _too_small,
+    "neither uint8, int8 nor float32": lambda a: a.__setitem__(
+        5, torch.ones(1, 4, 4, 5).bfloat16()
+    ),
+    "the summand has another shape": lambda a: a.__setitem__(5, torch.ones(1, 4, 2, 5)),
+    "not contiguous": lambda a: a.__setitem__(0, a[0].transpose(1, 3).contiguous().transpose(1, 3)),
+    "not four axes": lambda a: a.__setitem__(0, a[0][0]),
+    "x is not uint8": lambda a: a.__setitem__(0, a[0].float()),
+    "a constant has another type": lambda a: a.__setitem__(3, a[3].double()),
+    "a constant has another size": lambda a: a.__setitem__(1, a[1][:-1]),
+}
+
+
+@needs_vnni
+@pytest.mark.parametrize("message", WRONG)
+def test_a_call_that_fails_says_why_and_keeps_nothing(
+    library: ctypes.CDLL, capfd: pytest.CaptureFixture[str], message: str
+) -> None:
+    arguments = small_sums()
+    WRONG[message](arguments)
+    assert Operator(library)(False, *arguments) is None
+    assert "vnni_product: " in (said := capfd.readouterr().err)
+    assert message in said
+
+
+@needs_vnni
+@pytest.mark.parametrize("depthwise", [False, True])
+@pytest.mark.parametrize("shape", [(0, 4, 4, 5), (1, 4, 4, 0), (1, 1, 0, 5), (1, 1, 1, 1)])
+def test_sizes_of_none_and_one(
+    library: ctypes.CDLL, shape: tuple[int, ...], depthwise: bool
+) -> None:
+    x = torch.full(shape, 200, dtype=torch.uint8)
+    channels = shape[3] if depthwise else 3
+    arguments = sums_of(x, a_weight(channels, shape[3], (1, 1), depthwise), depthwise=depthwise)
+    got = Operator(library)(depthwise, *arguments)
+    assert got is not None
+    assert got.shape == (*shape[:3], channels)
+    empty = x.numel() == 0  # torch's convolution would refuse it
+    wanted = torch.zeros_like(got) if empty else vnni.reference(*arguments, depthwise=depthwise)
+    assert torch.equal(got, wanted)

@@ -113,7 +113,11 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
     if not _has_products(graph):
         return {}
-    return {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni.shims()}
+    from torch._inductor.cpp_builder import is_gcc
+
+    found = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni.shims()}
+    # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
+    return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
 
 
 def _has_products(graph: fx.GraphModule) -> bool:

@@ -2,6 +2,8 @@
 // The lists of numbers that an operator reads, in the order in which vnni.py gives them.
 #pragma once
 
+#include <stdexcept>
+
 #include "depthwise.h"
 #include "planes.h"
 #include "products.h"
@@ -18,17 +20,23 @@ struct Constants {
   const float* bias;
 };
 
+// Windows along one side of an image: none where it is empty. torch refuses a side smaller than a window.
+inline int64_t windows_along(int64_t side, int64_t window, int64_t stride, int64_t padding, int64_t gap) {
+  const int64_t room = side + 2 * padding - gap * (window - 1) - 1;
+  if (room >= 0) return room / stride + 1;
+  if (side > 0 || -room > stride) throw std::invalid_argument("the image is smaller than the kernel");
+  return 0;
+}
+
 // `dims`: of x, (N, H, W, C).
 inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
-  const int64_t height = dims[1] + 2 * s[PH] - s[DH] * (s[KH] - 1) - 1;
-  const int64_t width = dims[2] + 2 * s[PW] - s[DW] * (s[KW] - 1) - 1;
   return {x,
           dims[0],
           dims[1],
           dims[2],
           dims[3],
-          height / s[SH] + 1,
-          width / s[SW] + 1,
+          windows_along(dims[1], s[KH], s[SH], s[PH], s[DH]),
+          windows_along(dims[2], s[KW], s[SW], s[PW], s[DW]),
           s[KH],
           s[KW],
           s[SH],
@@ -40,8 +48,15 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
           static_cast<int>(s[X_ZP])};
 }
 
-inline void run(bool by_channel, const Image& image, const Constants& c, const void* other, Kind other_kind,
-                const int64_t* s, const double* e, void* out) {
+// Of what vnni.pack makes for such an image.
+inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
+  if (by_channel) return (g.kh * g.kw + 3) / 4 * 4 * ((channels + CHANNELS - 1) / CHANNELS * CHANNELS);
+  return g.runs() * g.quads() * 4 * ((channels + 15) / 16 * 16);
+}
+
+// By at most so many threads.
+inline void run(int threads, bool by_channel, const Image& image, const Constants& c, const void* other,
+                Kind other_kind, const int64_t* s, const double* e, void* out) {
   const auto end = [e](End which) { return static_cast<float>(e[which]); };
   const Finish finish = {c.start,
                          c.scale,
@@ -60,9 +75,9 @@ inline void run(bool by_channel, const Image& image, const Constants& c, const v
                          s[OUT_CHANNELS]};
   if (image.pixels() == 0 || finish.channels == 0) return;
   if (by_channel)
-    depthwise(image, c.weight, finish, out);
+    depthwise(image, c.weight, finish, out, threads);
   else
-    product(image, c.weight, finish, out);
+    product(image, c.weight, finish, out, threads);
 }
 
 }  // namespace qompose_x86

@@ -2,9 +2,8 @@
 // Convolutions of each channel by itself, on AVX-512 VNNI: four taps of 16 channels in one instruction.
 #pragma once
 
-#include <omp.h>
-
 #include "finish.h"
+#include "threads.h"
 #include "windows.h"
 
 namespace qompose_x86 {
@@ -21,15 +20,17 @@ QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t c
   for (int v = 0; v < 4; ++v) {
     const __m512 scale = _mm512_loadu_ps(f.scale + channel + 16 * v),
                  bias = _mm512_loadu_ps(f.bias + channel + 16 * v);
-    const __m512 value = bounded<F>(f, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[v]), scale, bias));
+    const __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[v]), scale, bias);
     if (f.kind == FLOAT32) {
       const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35, 48, 49, 50, 51);
       const __m512i index = _mm512_add_epi32(lane, _mm512_set1_epi32(4 * v));
       const int left = static_cast<int>(std::min<int64_t>(f.channels - channel, CHANNELS));
       const __mmask16 kept = _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(left));
-      _mm512_mask_i32scatter_ps(static_cast<float*>(out) + at, kept, index, value, 4);
+      const __m512 given = bounded<F, false>(f, value);
+      _mm512_mask_i32scatter_ps(static_cast<float*>(out) + at, kept, index, given, 4);
+    } else {
+      steps[v] = steps_of(f, bounded<F, true>(f, value));
     }
-    steps[v] = steps_of(f, value);
   }
   if (f.kind == FLOAT32) return;
   const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
@@ -158,16 +159,16 @@ inline DepthwiseLine depthwise_of(Function function) {
 }
 
 // Weights: [64 channels][four taps][vector][channel][tap].
-inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out) {
+inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
   const int64_t lines = g.n * g.oh, blocks = (f.channels + CHANNELS - 1) / CHANNELS;
   const int64_t block_bytes = (g.kh * g.kw + 3) / 4 * 4 * CHANNELS;
   const DepthwiseLine one = depthwise_of(f.function);
-#pragma omp parallel
-  {
-    const std::vector<uint8_t> blank(g.w * g.c, g.x_zp);
-    std::vector<Bytes> rows(g.kh);
-#pragma omp for schedule(static)
-    for (int64_t line = 0; line < lines; ++line) {
+  const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
+  const std::vector<uint8_t> blank(std::max<int64_t>(1, g.w) * g.c, g.x_zp);
+  std::vector<Bytes> rows_of_all(threads * g.kh);
+  in_parallel(threads, lines, [&](int thread, int64_t from, int64_t to) {
+    Bytes* rows = &rows_of_all[thread * g.kh];
+    for (int64_t line = from; line < to; ++line) {
       const int64_t top = line % g.oh * g.sh - g.ph;
       for (int64_t i = 0; i < g.kh; ++i) {
         const int64_t y = top + i * g.dh;
@@ -175,9 +176,9 @@ inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, vo
       }
       for (int64_t block = 0; block < blocks; ++block)
         one({g, weights + block * block_bytes, f, block * CHANNELS,
-             line * g.ow * f.channels + block * CHANNELS, rows.data(), blank.data(), out});
+             line * g.ow * f.channels + block * CHANNELS, rows, blank.data(), out});
     }
-  }
+  });
 }
 
 }  // namespace qompose_x86

@@ -49,8 +49,11 @@ QOMPOSE_INLINE __m512 reciprocal(__m512 x) {
   return _mm512_mul_ps(guess, _mm512_fnmadd_ps(x, guess, _mm512_set1_ps(2)));
 }
 
+// 0 where it is below 1e-37, so that what it multiplies may be any number; NaN stays NaN.
 QOMPOSE_INLINE __m512 logistic(__m512 x) {
-  return reciprocal(_mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+  const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-86), _CMP_NLT_UQ);
+  const __m512 power = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_maskz_mov_ps(above, reciprocal(_mm512_add_ps(_mm512_set1_ps(1), power)));
 }
 
 // Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: absolute error below 1.5e-7.
@@ -101,23 +104,25 @@ QOMPOSE_INLINE __m512 other_values(const Finish& f, __mmask16 mask, int64_t at) 
   return _mm512_sub_ps(_mm512_cvtepi32_ps(steps), _mm512_set1_ps(f.other_zp));
 }
 
-template <Function F>
+// Where one operand is NaN, minimum and maximum give the second: a float stays NaN, an integer is the lowest.
+template <Function F, bool INTEGERS>
 QOMPOSE_INLINE __m512 bounded(const Finish& f, __m512 value) {
   if (F != NONE) value = _mm512_mul_ps(apply<F>(value, f.slope), _mm512_set1_ps(f.per_step));
-  // Where one is NaN, these give the second of their operands: NaN stays NaN.
-  return _mm512_min_ps(_mm512_set1_ps(f.high), _mm512_max_ps(_mm512_set1_ps(f.low), value));
+  const __m512 low = _mm512_set1_ps(f.low);
+  value = INTEGERS ? _mm512_max_ps(value, low) : _mm512_max_ps(low, value);
+  return _mm512_min_ps(_mm512_set1_ps(f.high), value);
 }
 
 QOMPOSE_INLINE __m512i steps_of(const Finish& f, __m512 value) {
   return _mm512_add_epi32(_mm512_cvtps_epi32(value), _mm512_set1_epi32(f.zp));
 }
 
-template <Function F, bool ADD>
+template <Function F, bool ADD, bool INTEGERS>
 QOMPOSE_INLINE __m512 value_of(const Finish& f, __m512i sum, __m512 scale, __m512 bias, __mmask16 mask,
                                int64_t at) {
   __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, bias);
   if (ADD) value = _mm512_fmadd_ps(other_values(f, mask, at), _mm512_set1_ps(f.other_scale), value);
-  return bounded<F>(f, value);
+  return bounded<F, INTEGERS>(f, value);
 }
 
 // 64 channels that become integers.
@@ -136,7 +141,7 @@ void finish_whole(const Finish& f, const __m512i* sums, int rows, int64_t row, i
     __m512i steps[4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j)
-      steps[j] = steps_of(f, value_of<F, ADD>(f, sums[j], scale[j], bias[j], 0xffff, at + 16 * j));
+      steps[j] = steps_of(f, value_of<F, ADD, true>(f, sums[j], scale[j], bias[j], 0xffff, at + 16 * j));
     const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
     const __m512i bytes = f.kind == UINT8 ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high);
     _mm512_storeu_si512(out + at, _mm512_permutexvar_epi32(order, bytes));
@@ -157,7 +162,7 @@ void finish_tile(const Finish& shared, const __m512i* sums, int rows, int width,
     const __m512 scale = _mm512_loadu_ps(f.scale + channel), bias = _mm512_loadu_ps(f.bias + channel);
     int64_t at = row * f.channels + channel;
     for (int r = 0; r < rows; ++r, at += f.channels) {
-      const __m512 value = value_of<F, ADD>(f, sums[r * width + j], scale, bias, mask, at);
+      const __m512 value = value_of<F, ADD, INTEGERS>(f, sums[r * width + j], scale, bias, mask, at);
       if (!INTEGERS && left >= 16)
         _mm512_storeu_ps(static_cast<float*>(out) + at, value);
       else if (!INTEGERS)

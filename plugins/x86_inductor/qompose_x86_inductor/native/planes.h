@@ -4,9 +4,12 @@
 
 #include <immintrin.h>
 
-#include <cstdint>
+#include "threads.h"
 
 namespace qompose_x86 {
+
+constexpr int64_t MOST_PLANES = 4;
+constexpr int64_t PRODUCTS_PER_VALUE = 16;  // that take as long as reading and rounding one value
 
 struct Planes {
   const float* x;
@@ -41,19 +44,18 @@ inline __m512i steps_of(const Planes& p, const float* x, __mmask16 mask) {
   const __m512 low = _mm512_set1_ps(static_cast<float>(p.low - p.zp)),
                high = _mm512_set1_ps(static_cast<float>(p.high - p.zp));
   const __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_set1_ps(p.inverse_scale));
-  const __m512 kept = _mm512_min_ps(high, _mm512_max_ps(value, low));
+  const __m512 kept = _mm512_min_ps(high, _mm512_max_ps(value, low));  // NaN, the first operand, gives `low`
   return _mm512_add_epi32(_mm512_cvtps_epi32(kept), _mm512_set1_epi32(p.zp));
 }
 
-inline void quantize_planes(const Planes& shared, uint8_t* out) {
-  const int64_t blocks = (shared.pixels + 15) / 16;
-#pragma omp parallel
-  {
+inline void quantize_planes(const Planes& shared, uint8_t* out, int available) {
+  const int64_t blocks = (shared.pixels + 15) / 16, units = shared.images * blocks;
+  const int threads = threads_for(units * 16 * shared.channels * PRODUCTS_PER_VALUE, units, available);
+  in_parallel(threads, units, [&](int, int64_t from, int64_t to) {
     const Planes p = shared;
     const int channels = static_cast<int>(p.channels);
     const Gathering gather(channels);
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < p.images * blocks; ++unit) {
+    for (int64_t unit = from; unit < to; ++unit) {
       const int64_t image = unit / blocks, first = unit % blocks * 16, left = p.pixels - first;
       const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
       __m512i pixels = _mm512_setzero_si512();
@@ -65,7 +67,7 @@ inline void quantize_planes(const Planes& shared, uint8_t* out) {
       const __mmask64 kept = bytes == 64 ? ~0ull : (1ull << bytes) - 1;
       _mm512_mask_storeu_epi8(out + (image * p.pixels + first) * channels, kept, gather(pixels));
     }
-  }
+  });
 }
 
 }  // namespace qompose_x86

@@ -2,9 +2,8 @@
 // Products of unsigned bytes and int8 weights, of matrices and of the windows of images, on AVX-512 VNNI.
 #pragma once
 
-#include <omp.h>
-
 #include "finish.h"
+#include "threads.h"
 #include "windows.h"
 
 namespace qompose_x86 {
@@ -115,7 +114,7 @@ class Worker {
         where(MOST_ROWS[1] * runs) {}
 
   // Tiles `from` to `to` of all.
-  void work(int64_t from, int64_t to) {
+  void work(int64_t from, int64_t to) noexcept {
     int64_t before = 0;
     for (int64_t first = 0; first < plan.pixels && before < to; first += plan.block)
       for (int64_t panel = 0; panel < plan.panels && before < to; ++panel) {
@@ -149,14 +148,14 @@ class Worker {
   alignas(64) __m512i sums[MOST_SUMS];
 };
 
-inline void product(const Image& g, const int8_t* weights, const Finish& f, void* out) {
+inline void product(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
   const Plan plan(g, f.channels);
-  const int64_t work = plan.work();
-#pragma omp parallel
-  {
-    const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
-    Worker(g, plan, weights, f, out).work(work * id / count, work * (id + 1) / count);
-  }
+  const int64_t tiles = plan.work(), products = g.pixels() * f.channels * g.runs() * g.run_bytes();
+  const int threads = threads_for(products, tiles, available);
+  std::vector<Worker> workers;
+  workers.reserve(threads);
+  for (int each = 0; each < threads; ++each) workers.emplace_back(g, plan, weights, f, out);
+  in_parallel(threads, tiles, [&](int thread, int64_t from, int64_t to) { workers[thread].work(from, to); });
 }
 
 }  // namespace qompose_x86

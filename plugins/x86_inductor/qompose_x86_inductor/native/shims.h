@@ -1,13 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators qompose_x86::vnni_product and vnni_depthwise for compiled programs, which include this file.
+// The operators qompose_x86::vnni_product, vnni_depthwise and quantize_planes for compiled programs, which
+// include this file. Their functions are of C: what goes wrong is a line on stderr, as torch's own code for
+// packages writes it, and an error code, which torch turns into an exception.
 #pragma once
 
+#include <immintrin.h>
+#include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <initializer_list>
+#include <iostream>
 #include <stdexcept>
+#include <vector>
 
+// torch compiles the file that includes this one with -O1. What is included above stays as it is.
 #pragma GCC push_options
-#pragma GCC optimize("O3")  // torch compiles the file that includes this one with -O1
+#pragma GCC optimize("O3")
 #include "arguments.h"
 #pragma GCC pop_options
 
@@ -17,6 +30,24 @@ inline void check(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("torch refuses a tensor");
 }
 
+inline void require(bool condition, const char* otherwise) {
+  if (!condition) throw std::invalid_argument(otherwise);
+}
+
+// Run what may throw, for a caller that must not see it.
+template <typename Body>
+AOTITorchError without_exceptions(const char* name, Body body) noexcept {
+  try {
+    body();
+    return AOTI_TORCH_SUCCESS;
+  } catch (const std::exception& error) {
+    std::cerr << "Error: qompose_x86::" << name << ": " << error.what() << std::endl;
+  } catch (...) {
+    std::cerr << "Error: qompose_x86::" << name << std::endl;
+  }
+  return AOTI_TORCH_FAILURE;
+}
+
 template <typename T>
 T* data_of(AtenTensorHandle tensor) {
   void* data = nullptr;
@@ -24,10 +55,10 @@ T* data_of(AtenTensorHandle tensor) {
   return static_cast<T*>(data);
 }
 
-inline Kind kind_of(AtenTensorHandle tensor) {
+inline int32_t dtype_of(AtenTensorHandle tensor) {
   int32_t dtype = 0;
   check(aoti_torch_get_dtype(tensor, &dtype));
-  return dtype == aoti_torch_dtype_uint8() ? UINT8 : dtype == aoti_torch_dtype_int8() ? INT8 : FLOAT32;
+  return dtype;
 }
 
 inline int32_t dtype_of(Kind kind) {
@@ -36,72 +67,123 @@ inline int32_t dtype_of(Kind kind) {
                         : aoti_torch_dtype_float32();
 }
 
+inline Kind kind_of(AtenTensorHandle tensor) {
+  const int32_t dtype = dtype_of(tensor);
+  for (const Kind kind : {UINT8, INT8, FLOAT32})
+    if (dtype == dtype_of(kind)) return kind;
+  throw std::invalid_argument("a tensor is neither uint8, int8 nor float32");
+}
+
+inline int64_t count_of(AtenTensorHandle tensor) {
+  int64_t count = 0;
+  check(aoti_torch_get_numel(tensor, &count));
+  return count;
+}
+
+// Data of a constant, which has so many values of a type.
+template <typename T>
+const T* values_of(AtenTensorHandle tensor, int32_t dtype, int64_t count) {
+  require(dtype_of(tensor) == dtype, "a constant has another type");
+  require(count_of(tensor) == count, "a constant has another size");
+  return data_of<T>(tensor);
+}
+
 // Sizes of a tensor of four axes without gaps, as compilers are told to give it.
 inline const int64_t* sizes_of(AtenTensorHandle tensor) {
-  int64_t *sizes = nullptr, *strides = nullptr, step = 1;
+  int64_t *sizes = nullptr, *strides = nullptr, axes = 0, step = 1;
+  check(aoti_torch_get_dim(tensor, &axes));
+  require(axes == 4, "a tensor has not four axes");
   check(aoti_torch_get_sizes(tensor, &sizes));
   check(aoti_torch_get_strides(tensor, &strides));
-  for (int axis = 3; axis >= 0; step *= sizes[axis--])
-    if (sizes[axis] > 1 && strides[axis] != step) throw std::runtime_error("a tensor is not contiguous");
+  for (int axis = 3; axis >= 0; step *= std::max<int64_t>(1, sizes[axis--]))
+    require(sizes[axis] <= 1 || strides[axis] == step, "a tensor is not contiguous");
   return sizes;
 }
 
-inline AOTITorchError call(bool by_channel, AtenTensorHandle x, const Constants& constants,
-                           AtenTensorHandle* other, const int64_t* s, const double* e,
-                           AtenTensorHandle* result) {
-  try {
-    const Image image = image_of(data_of<uint8_t>(x), sizes_of(x), s);
-    const int64_t channels = s[OUT_CHANNELS];
-    const int64_t sizes[] = {image.n, image.oh, image.ow, channels};
-    const int64_t strides[] = {image.oh * image.ow * channels, image.ow * channels, channels, 1};
-    const int32_t dtype = dtype_of(static_cast<Kind>(s[KIND]));
-    if (other) sizes_of(*other);
-    check(aoti_torch_empty_strided(4, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, result));
-    run(by_channel, image, constants, other ? data_of<void>(*other) : nullptr,
-        other ? kind_of(*other) : FLOAT32, s, e, data_of<void>(*result));
-    return AOTI_TORCH_SUCCESS;
-  } catch (...) {  // no exception may leave a function of C
-    return AOTI_TORCH_FAILURE;
-  }
+inline int available_threads() {
+  uint32_t count = 1;
+  check(torch_get_num_threads(&count));
+  return static_cast<int>(count);
 }
 
-inline AOTITorchError call_planes(AtenTensorHandle x, double scale, int zp, int low, int high,
-                                  AtenTensorHandle* result) {
-  try {
-    const int64_t* from = sizes_of(x);
-    const int64_t channels = from[1], height = from[2], width = from[3];
-    const int64_t sizes[] = {from[0], height, width, channels};
-    const int64_t strides[] = {height * width * channels, width * channels, channels, 1};
-    check(aoti_torch_empty_strided(4, sizes, strides, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(),
-                                   0, result));
-    const float inverse = static_cast<float>(1.0 / scale);
-    quantize_planes({data_of<float>(x), from[0], channels, height * width, inverse, zp, low, high},
-                    data_of<uint8_t>(*result));
-    return AOTI_TORCH_SUCCESS;
-  } catch (...) {
-    return AOTI_TORCH_FAILURE;
+// A tensor of four axes that is deleted unless it is given away.
+class Result {
+ public:
+  Result(const int64_t* sizes, Kind kind) {
+    const int64_t strides[] = {sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
+    check(aoti_torch_empty_strided(4, sizes, strides, dtype_of(kind), aoti_torch_device_type_cpu(), 0,
+                                   &tensor_));
   }
+  Result(const Result&) = delete;
+  Result& operator=(const Result&) = delete;
+  ~Result() {
+    if (tensor_) aoti_torch_delete_tensor_object(tensor_);
+  }
+  AtenTensorHandle tensor() const { return tensor_; }
+  AtenTensorHandle give() {
+    const AtenTensorHandle given = tensor_;
+    tensor_ = nullptr;
+    return given;
+  }
+
+ private:
+  AtenTensorHandle tensor_ = nullptr;
+};
+
+inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHandle weight,
+                             AtenTensorHandle start, AtenTensorHandle scale, AtenTensorHandle bias,
+                             AtenTensorHandle* other, const int64_t* s, const double* e) {
+  require(kind_of(x) == UINT8, "x is not uint8");
+  const Image image = image_of(data_of<uint8_t>(x), sizes_of(x), s);
+  const int64_t channels = s[OUT_CHANNELS], unit = by_channel ? CHANNELS : 16,
+                whole = (channels + unit - 1) / unit * unit;
+  const int64_t sizes[] = {image.n, image.oh, image.ow, channels};
+  require(!by_channel || image.c == channels, "x has other channels than the weight");
+  if (other) require(std::equal(sizes, sizes + 4, sizes_of(*other)), "the summand has another shape");
+  const Constants constants = {
+      values_of<int8_t>(weight, aoti_torch_dtype_int8(), packed_bytes(by_channel, image, channels)),
+      values_of<int32_t>(start, aoti_torch_dtype_int32(), whole),
+      values_of<float>(scale, aoti_torch_dtype_float32(), whole),
+      values_of<float>(bias, aoti_torch_dtype_float32(), whole)};
+  Result result(sizes, static_cast<Kind>(s[KIND]));
+  run(available_threads(), by_channel, image, constants, other ? data_of<void>(*other) : nullptr,
+      other ? kind_of(*other) : FLOAT32, s, e, data_of<void>(result.tensor()));
+  return result.give();
+}
+
+inline AtenTensorHandle call_planes(AtenTensorHandle x, double scale, int64_t zp, int64_t low, int64_t high) {
+  require(kind_of(x) == FLOAT32, "x is not float32");
+  const int64_t* from = sizes_of(x);
+  const int64_t channels = from[1], pixels = from[2] * from[3];
+  const int64_t sizes[] = {from[0], from[2], from[3], channels};
+  require(0 < channels && channels <= MOST_PLANES, "x has too many channels");
+  Result result(sizes, UINT8);
+  const float inverse = static_cast<float>(1.0 / scale);
+  const Planes planes = {
+      data_of<float>(x),     from[0], channels, pixels, inverse, static_cast<int>(zp), static_cast<int>(low),
+      static_cast<int>(high)};
+  quantize_planes(planes, data_of<uint8_t>(result.tensor()), available_threads());
+  return result.give();
 }
 
 }  // namespace qompose_x86
 
-#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                       \
-  extern "C" inline AOTITorchError NAME(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, \
-                                        AtenTensorHandle scale, AtenTensorHandle bias,                       \
-                                        AtenTensorHandle* other, const int64_t* sizes, int64_t,              \
-                                        const double* ends, int64_t, AtenTensorHandle* result) {             \
-    using namespace qompose_x86;                                                                             \
-    const Constants constants = {data_of<int8_t>(weight), data_of<int32_t>(start), data_of<float>(scale),    \
-                                 data_of<float>(bias)};                                                      \
-    return call(BY_CHANNEL, x, constants, other, sizes, ends, result);                                       \
+#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                   \
+  extern "C" inline AOTITorchError aoti_torch_cpu_##NAME(                                                \
+      AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, AtenTensorHandle scale,       \
+      AtenTensorHandle bias, AtenTensorHandle* other, const int64_t* sizes, int64_t, const double* ends, \
+      int64_t, AtenTensorHandle* result) {                                                               \
+    return qompose_x86::without_exceptions(#NAME, [&] {                                                  \
+      *result = qompose_x86::call(BY_CHANNEL, x, weight, start, scale, bias, other, sizes, ends);        \
+    });                                                                                                  \
   }
 
-QOMPOSE_SHIM(aoti_torch_cpu_vnni_product, false)
-QOMPOSE_SHIM(aoti_torch_cpu_vnni_depthwise, true)
+QOMPOSE_SHIM(vnni_product, false)
+QOMPOSE_SHIM(vnni_depthwise, true)
 
 extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle x, double scale, int64_t zp,
                                                                 int64_t low, int64_t high,
                                                                 AtenTensorHandle* result) {
-  return qompose_x86::call_planes(x, scale, static_cast<int>(zp), static_cast<int>(low),
-                                  static_cast<int>(high), result);
+  return qompose_x86::without_exceptions(
+      "quantize_planes", [&] { *result = qompose_x86::call_planes(x, scale, zp, low, high); });
 }

@@ -198,7 +198,9 @@ def reference(*arguments: Any, depthwise: bool) -> Tensor:
     if name != "none":
         real = POST_OPS[name].compute(real, [ends.slope], algorithm) * ends.per_step
     real, kind = real.clamp(ends.low, ends.high), KINDS[sizes.kind]
-    steps = real if kind == torch.float32 else torch.round(real) + sizes.zero_point
+    steps: Tensor = real
+    if kind != torch.float32:
+        steps = torch.round(real.nan_to_num(nan=ends.low)) + sizes.zero_point
     return steps.to(kind).contiguous()
 
 
@@ -257,18 +259,21 @@ _HEADER: Final = Path(__file__).with_name("shims.h")
 
 
 def shims() -> dict[Any, list[str]]:
-    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``: the code, then declarations.
+    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``.
 
-    torch writes each text after the word "extern", in a block of C, in which the code declares itself C++.
-    Its caches of compiled code depend on the text, not on what that includes: hence the digest.
+    Each text is a declaration, against which the compiler checks the calls that torch writes. The code
+    follows the first one, so that it is valid after "extern" or without it, with a semicolon behind it or
+    none, in a block of C or of C++. torch's caches of compiled code depend on the text, not on what that
+    includes: hence the digest.
     """
-    included = f'"C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER}"\n}}'
     declared = {PRODUCT: _PRODUCT_SHIM, DEPTHWISE: _PRODUCT_SHIM, PLANES: _PLANES_SHIM}
     texts = {
         operator: [f"AOTITorchError aoti_torch_cpu_{name}{arguments}"]
         for name, (operator, arguments) in zip(_SCHEMAS, declared.items(), strict=True)
     }
-    texts[PRODUCT].insert(0, included)
+    (first,) = texts[PRODUCT]
+    code = f'extern "C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER.as_posix()}"\n}}'
+    texts[PRODUCT] = [f"{first};\n{code}"]
     return texts
 
 
