@@ -48,3 +48,22 @@ extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors
   const auto run = by_channel ? aoti_torch_cpu_vnni_depthwise : aoti_torch_cpu_vnni_product;
   return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, 13, ends, 6, result);
 }
+
+// `sizes`: batches, heads, shared heads, queries, keys, width, value width; `numbers`: as in
+// vnni_attention.py.
+extern "C" void attention(int threads, const int64_t* sizes, const void* const* tensors,
+                          const int64_t* strides, int mask_kind, const int64_t* numbers, const double* ends,
+                          void* out) {
+  using namespace qompose_x86;
+  const auto operand = [&](int i) {
+    const int64_t* s = strides + 4 * i;
+    return Strided<uint8_t>{static_cast<const uint8_t*>(tensors[i]), {s[0], s[1], s[2], s[3]}};
+  };
+  Attention a = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
+  a.q = operand(0);
+  a.k = operand(1);
+  a.v = operand(2);
+  a.mask_kind = static_cast<MaskKind>(mask_kind);
+  a.mask = operand(3);
+  attend(described(a, numbers, ends), out, threads);
+}

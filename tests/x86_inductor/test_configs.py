@@ -58,6 +58,7 @@ class TestNames:
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
             ({"weight_qmin": -2, "weight_qmax": 1}, "static int2"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
+            ({"attention": True}, "static, with attention"),
             ({"weight_range": "mse"}, "static, weight range mse"),
             ({"algorithms": ["bias_correction"]}, "static, algorithms bias_correction"),
             ({**WEIGHT_ONLY, "weight_range": "histogram"},
@@ -84,7 +85,8 @@ class TestNames:
 
     def test_those_of_the_backend(self) -> None:
         assert list(qompose.backend.load_backend("x86_inductor").configs) == [
-            "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
+            "static", "static, activations [0, 127]", "static, with attention", "dynamic",
+            "dynamic per token",
             "weight-only int8", "weight-only int4 groups of 32",
             "weight-only int4 groups of 32, weights symmetric", "weight-only int4 groups of 128",
             "weight-only float16",

@@ -89,6 +89,7 @@ class Capability:
         condition: when the rule applies, as in `Rule`.
         guarded: the rule has a guard: it also looks at each operator.
         carries: it applies only where something quantized reads its output.
+        option: the word that it needs among the configuration's `options`, "" if none.
     """
 
     backend: str
@@ -109,6 +110,7 @@ class Capability:
     condition: str = ""
     guarded: bool = False
     carries: bool = False
+    option: str = ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -122,6 +124,7 @@ class Capability:
         found += ["output has the scale of the inputs"] if self.shares else []
         found += [_CONDITIONS.get(self.condition, self.condition)] if self.condition else []
         found += ["only where something quantized reads its output"] if self.carries else []
+        found += [f"only with the option {self.option!r}"] if self.option else []
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -416,6 +419,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         condition=rule.condition or "",
         guarded=bool(rule.guards),
         carries=rule.carries,
+        option=rule.option,
     )
 
 

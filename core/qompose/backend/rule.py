@@ -312,6 +312,8 @@ class Rule:
             "no_float": none of them may come from an operator that computes in float (model inputs and
             parameters do not). None applies it anywhere.
         modes: the kinds of configuration that apply.
+        option: a word that a configuration must have among its `options`, for a rule that costs accuracy or
+            helps few; "" applies it without.
         layout: by role, what the shape of the operator's tensors makes of a specification's `ch_axis` or
             `block_size`, where it has one: `{"weight": {"ch_axis": 1}}` for a transposed convolution, whose
             weight has its output channels there. So one configuration serves operators of any layout.
@@ -338,6 +340,7 @@ class Rule:
     carries: bool = False
     condition: str | None = None
     modes: frozenset[str] = frozenset({STATIC})
+    option: str = ""
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
     guard: Guard | Sequence[Guard] | None = None
@@ -383,6 +386,8 @@ class Rule:
             leaves = f"{config} leaves the weight of rule {self.name} in float, and "
             who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"
             return f"{who} has no {mode} form"
+        if self.option and self.option not in config.options:
+            return f"a configuration without the option {self.option!r} leaves it in float (rule {self.name})"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
         specs = self.specs_for(config)

@@ -481,6 +481,7 @@ def _settings(spec: Codec) -> Codec:
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
         "algorithms": optional(sequence(ALGORITHM)),
+        "options": sequence(TEXT),
     }
     return record(QuantizationConfig, fields_of_config)
 

@@ -112,10 +112,16 @@ class _Table:
                 candidates[operator].append(rule)
         return [
             Rejection(self.owner, near[0].name, (node.name,), _why_no_match(node, near))
-            for operator, near in candidates.items()
+            for operator, rules in candidates.items()
             for node in self.index.calls(operator)
-            if node.name not in answered
+            if node.name not in answered and (near := self._asked_for(rules, node))
         ]
+
+    def _asked_for(self, rules: Sequence[Rule], node: Node) -> list[Rule]:
+        """Return the rules that need no option, or one that the operator's configuration has."""
+        config = self.selectors.select(node).config
+        options = ("", *(config.options if config is not None else ()))
+        return [rule for rule in rules if rule.option in options]
 
     def _left_in_float(self, reasons: Mapping[OpOverload, str]) -> list[Rejection]:
         """Return the operators of which a backend says why it has no rule, where it was to take them."""

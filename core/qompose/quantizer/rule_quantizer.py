@@ -205,6 +205,8 @@ class RuleQuantizer(Quantizer):
                 "expected a QuantizationConfig, the name of one, or None to leave operators in float, got "
                 f"{config!r}"
             )
+        for option in config.options:
+            _check_option(self.backend, option, config)
         weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
         rules = weighted or self.backend.rules
         if all(rule.objection(config) for rule in rules):
@@ -297,6 +299,20 @@ class RuleQuantizer(Quantizer):
 
     def quantization_capabilities(self) -> Capabilities:
         return capability_rows(self.backend, self._selectors.configs())
+
+
+def _check_option(backend: Backend, option: str, config: QuantizationConfig) -> None:
+    """Refuse an option that would be ignored: no rule has it, or none that has follows the configuration."""
+    rules = [rule for rule in backend.rules if rule.option == option]
+    if not rules:
+        known = {rule.option for rule in backend.rules if rule.option}
+        hint = near_names(option, known) or f"; it has {', '.join(sorted(known)) or 'none'}"
+        raise ConfigError(f"Backend {backend.name!r} has no rule with the option {option!r}{hint}")
+    reasons = [rule.objection(config) for rule in rules]
+    if all(reasons):
+        raise ConfigError(
+            f"Backend {backend.name!r} cannot follow the option {option!r} of {config}: {reasons[0]}"
+        )
 
 
 def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[str]:

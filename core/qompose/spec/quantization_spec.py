@@ -390,10 +390,14 @@ class QuantizationConfig:
     have their scales searched in every mode. QAT configurations then make none. The report lists what was
     balanced and what algorithms made.
 
+    `options` are words of rules that apply only where they are asked for (`qompose.backend.Rule.option`),
+    such as those that cost accuracy; each backend has its own.
+
     `name` is what reports say; it takes no part in comparisons.
 
     Raises:
-        ConfigError: `algorithms` are not known words or objects, or cannot be made with these specifications.
+        ConfigError: `algorithms` are not known words or objects, or cannot be made with these specifications;
+            `options` are not a tuple of words.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -404,8 +408,13 @@ class QuantizationConfig:
     balance: bool = False
     name: str = field(default="", compare=False)
     algorithms: tuple[AlgorithmChoice, ...] | None = None
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        given: Any = self.options
+        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+            raise ConfigError(f"options must be a tuple of words, got {given!r}")
+        object.__setattr__(self, "options", tuple(sorted(set(given))))
         if self.algorithms is not None:
             asked = (
                 checked_algorithms(self.algorithms, self.mode, self.weight)

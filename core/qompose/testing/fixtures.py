@@ -263,7 +263,12 @@ def _activations(
     spec: QuantizationSpec | FixedQParamsQuantizationSpec, config: QuantizationConfig
 ) -> QuantizationConfig:
     return replace(
-        config, input_activation=spec, output_activation=None, weight=None, balance=False
+        config,
+        input_activation=spec,
+        output_activation=None,
+        weight=None,
+        balance=False,
+        options=(),
     )
 
 

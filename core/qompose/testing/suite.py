@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -109,8 +109,20 @@ class Suite:
         return [case for case in self.cases() if case.number in chosen[case.rule]]
 
     def fitting(self, rule: Rule) -> list[str]:
-        """Return the names of the configurations that a rule can follow."""
-        return [name for name, config in self.configs.items() if rule.objection(config) is None]
+        """Return the names of the configurations that a rule can follow.
+
+        One with options differs from one without for the rules of these options alone.
+        """
+        return [
+            name
+            for name, config in self.configs.items()
+            if rule.objection(config) is None and (rule.option or not self._is_repeated(config))
+        ]
+
+    def _is_repeated(self, config: QuantizationConfig) -> bool:
+        """Return whether another configuration is this one without its options."""
+        plain = replace(config, options=())
+        return bool(config.options) and plain in self.configs.values()
 
     @property
     def configs(self) -> dict[str, QuantizationConfig]:

@@ -44,7 +44,13 @@ CONFIGS = {
     "blocks": replace(WEIGHT_ONLY, weight=BLOCKS),
     "fixed output": replace(STATIC, output_activation=SIGMOID),
     "qat": replace(
-        STATIC, is_qat=True, balance=True, name="all set", bias=INT8, algorithms=("equalization",)
+        STATIC,
+        is_qat=True,
+        balance=True,
+        name="all set",
+        bias=INT8,
+        algorithms=("equalization",),
+        options=("slow", "exact"),
     ),
     "half": QuantizationConfig(
         None, None, QuantizationSpec(torch.float16, qompose.observers.PlaceholderObserver)

@@ -61,6 +61,8 @@ def tanh(name: str, **facts: Any) -> Any:
 
 
 TANH, STATIC_ONLY = tanh("tanh"), tanh("static_only", modes=frozenset({"static"}))
+OPTIONAL = tanh("optional", option="slow")
+SLOW = dataclasses.replace(STATIC, options=("slow",))
 GUARDED = tanh(
     "guarded", guard=lambda match: "it is Tuesday" if match.node("self") is not None else None
 )
@@ -84,6 +86,7 @@ REASONS: dict[str, tuple[Any, Any, Any, str, str]] = {
     "a mode": (STATIC_ONLY, DYNAMIC, lambda m, x, y: x.tanh(), "tanh", "static_only"),
     "no role": (TANH, WEIGHT_ONLY, lambda m, x, y: x.tanh(), "tanh", "rule tanh"),
     "no weight": (LINEAR, BARE, lambda m, x, y: m(x), "linear", "activation-only"),
+    "an option": (OPTIONAL, STATIC, lambda m, x, y: x.tanh(), "tanh", "option 'slow'"),
     "a condition": (CAT, STATIC, lambda m, x, y: torch.cat([x, y]), "cat", "input"),
 }  # fmt: skip
 
@@ -195,6 +198,26 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
     picky = dataclasses.replace(CONSTRAINED, modes=frozenset({"dynamic"}))
     with pytest.raises(ConfigError, match=r"(?s)rule constrained, .*2 other rules"):
         toy(STATIC_ONLY, again, picky, config=DYNAMIC)
+
+
+def test_an_option_that_no_rule_has_is_refused_when_it_is_set() -> None:
+    with pytest.raises(ConfigError, match=r"'toy' .*'slwo'.*slow"):
+        toy(OPTIONAL, config=dataclasses.replace(STATIC, options=("slwo",)))
+    with pytest.raises(ConfigError, match="tuple of words"):
+        dataclasses.replace(STATIC, options="slow")
+
+
+def test_a_rule_with_an_option_speaks_where_it_is_asked_for_alone() -> None:
+    """Also of operators that its pattern does not fit."""
+    pattern = Pattern(
+        lambda input: input.tanh().relu(), ((2, 3),), (("tanh", torch.ops.aten.tanh.default),)
+    )
+    row = rule("fused", pattern, activations=("input",), anchor="tanh", option="slow")
+    for config, taken, spoken_of in ((STATIC, 0, 1), (SLOW, 1, 2)):
+        model = program(lambda m, x, y: x.tanh().relu() + y.tanh()).module(check_guards=False)
+        found = toy(row, LINEAR, config=config).bound(model).propose(model, ())
+        rejected = [r for r in found.rejections if r.rule == "fused"]
+        assert (len(found.claims), len(found.claims) + len(rejected)) == (taken, spoken_of)
 
 
 def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
 from tests.core.sound_products import conv, matmul
-from tests.core.toy import INT8, STATIC
+from tests.core.toy import INT8, PER_TENSOR, STATIC
 from tests.core.wrong_backends import (
     FEW,
     NEVER,
@@ -115,6 +115,18 @@ def test_what_is_no_backend_is_named() -> None:
     with pytest.raises(ContractError) as failure:
         Suite(lambda: 3).backend  # type: ignore[arg-type, return-value]  # noqa: B018
     assert failure.value.found == "3"
+
+
+def test_options_are_tried_with_their_rules_alone() -> None:
+    slow, alone = (
+        replace(STATIC, options=("slow",), name="slow"),
+        replace(PER_TENSOR, options=("slow",)),
+    )
+    optional = replace(LINEAR, name="optional", option="slow")
+    configs = {"static": STATIC, "slow": slow, "per tensor": alone}
+    suite = Suite(SoundBackend([LINEAR, optional], configs=configs))
+    assert suite.fitting(LINEAR) == ["static", "per tensor"]
+    assert suite.fitting(optional) == ["slow", "per tensor"]
 
 
 def test_a_process_that_ends_early_blocks_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,35 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import qompose_x86_inductor
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
 from torch import Tensor
 
-NATIVE = Path(qompose_x86_inductor.__file__).with_name("native")
-ENTRY = Path(__file__).parent.with_name("native_entry.cpp")
 MOST = float("inf")
 needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
 
 Run = Callable[..., Tensor]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Compile the C++ once, as torch compiles it into programs."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    flags = [f"-I{NATIVE}", "-Wl,-Bsymbolic"]  # the latter: its `operator new` is that of the file
-    options = CppTorchOptions(
-        pick_vec_isa(), include_pytorch=True, aot_mode=True, extra_flags=flags
-    )
-    folder = tmp_path_factory.mktemp("native")
-    builder = CppBuilder("kernels", str(ENTRY), options, str(folder))
-    builder.build()
-    return ctypes.CDLL(builder.get_target_file_path())
 
 
 @pytest.fixture(scope="module")

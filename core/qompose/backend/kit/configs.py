@@ -53,6 +53,7 @@ class ConfigOptions:
             `qompose.observers.weight_observer_for_range`).
         balance: give channels of very different size factors of their own; with static activations.
         algorithms: methods that reduce the error (`qompose.QuantizationConfig`).
+        options: words of rules that apply only where they are asked for (`qompose.backend.Rule.option`).
         fake_quantize: with `is_qat`, how scales are found (`qompose.training_config`).
 
     Raises:
@@ -75,6 +76,7 @@ class ConfigOptions:
     weight_range: str = "minmax"
     balance: bool = True
     algorithms: tuple[str | SmoothQuant, ...] | None = None
+    options: tuple[str, ...] = ()
     fake_quantize: str = "moving_average"
 
     def __post_init__(self) -> None:
@@ -156,6 +158,7 @@ class ConfigFactory:
             balance=chosen.balance and chosen.mode == STATIC,
             name=self._name(chosen),
             algorithms=chosen.algorithms,
+            options=chosen.options,
         )
         return training_config(config, chosen.fake_quantize, is_qat=chosen.is_qat)
 
@@ -235,6 +238,7 @@ class ConfigFactory:
             ("weight range", chosen.weight_range, chosen.weight_range != "minmax"),
             ("balance", chosen.balance, not chosen.balance),
             ("algorithms", spelled, chosen.algorithms is not None),
+            ("with", _listed(chosen.options), bool(chosen.options)),
         )
         head = _head if self.head is None else self.head
         unusual = (f"{what} {choice}" for what, choice, said in choices if said)

@@ -17,10 +17,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from qompose_x86_inductor.inductor import gemm_template, late_operators, native_calls
+from qompose_x86_inductor.inductor import (
+    gemm_template,
+    late_operators,
+    native_attention,
+    native_calls,
+)
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
 from qompose_x86_inductor.operators import (
+    attention,
     conv2d,
     elementwise,
     linear,
@@ -68,6 +74,7 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Tensor]]] = {
     _OPS.adaptive_avg_pool2d.default: pooling.adaptive_avg_pool2d_in_graph,
     _OPS.mean.default: pooling.mean_in_graph,
     _OPS.mul.default: elementwise.mul_in_graph,
+    _OPS.attention.default: attention.attention_in_graph,
 }
 
 
@@ -111,6 +118,8 @@ def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
 
 def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]) -> bool:
     """Return whether our own C++ computes a call, which then calls that."""
+    if node.target is native_attention.OPERATOR:
+        return native_attention.replace(node, [*_arguments(node).values()])
     name = native_calls.PRODUCTS.get(node.target)
     if name is None:
         return False

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.native import vnni, vnni_attention
 from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
 from qompose_x86_inductor.onednn.arguments import (
     NAMESPACE,
@@ -111,11 +112,13 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
-    if not _has_products(graph):
+    attends = any(node.target is native_attention.OPERATOR for node in graph.graph.nodes)
+    if not _has_products(graph) and not (attends and vnni.available()):
         return {}
     from torch._inductor.cpp_builder import is_gcc
 
-    found = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni.shims()}
+    shims = {**vnni.shims(), vnni_attention.ATTENTION: [vnni_attention.DECLARATION]}
+    found = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": shims}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
 

@@ -51,8 +51,8 @@ class ProductEmitter:
         target = getattr(_OPS, self.name).default
         if self.is_flat:
             image = region.step(target, *call.write())
-            return _bounded(region, region.call(aten.squeeze.dim, image, 2, dtype=dtype))
-        return _bounded(region, region.call(target, *call.write(), dtype=dtype))
+            return bounded(region, region.call(aten.squeeze.dim, image, 2, dtype=dtype))
+        return bounded(region, region.call(target, *call.write(), dtype=dtype))
 
     def _linear(self, region: Region) -> ProductCall:
         source, weight = region.quantized("input"), region.quantized("weight")
@@ -74,7 +74,7 @@ class ProductEmitter:
 
     def _output(self, region: Region) -> Output:
         """Return integers where consumers want them, else float32, with the post-op."""
-        return Output(*_requantization(region), *self.post_op(region))
+        return Output(*requantization(region), *self.post_op(region))
 
     def post_op(self, region: Region) -> list[Any]:
         """Return name, numbers and algorithm of the function that is fused into the product."""
@@ -174,7 +174,7 @@ def _per_tensor(quantized: QuantizedTensor) -> list[Any]:
     return [quantized.node, quantized.scale, quantized.zero_point]
 
 
-def _requantization(region: Region) -> list[Any]:
+def requantization(region: Region) -> list[Any]:
     """Return scale, zero point and dtype of the result: float32 where consumers read that."""
     output = region.output
     if output is None:
@@ -188,11 +188,11 @@ def _called(region: Region, operator: str, arguments: list[Any]) -> Node:
     """Insert a call of an operator that ends with scale, zero point and dtype."""
     target = getattr(_OPS, operator).default
     dtype = region.output.dtype if region.output is not None else None
-    call = region.call(target, *arguments, *_requantization(region), dtype=dtype)
-    return _bounded(region, call)
+    call = region.call(target, *arguments, *requantization(region), dtype=dtype)
+    return bounded(region, call)
 
 
-def _bounded(region: Region, result: Node) -> Node:
+def bounded(region: Region, result: Node) -> Node:
     """Keep integers in the bounds that consumers want, where those are narrower than their type."""
     output = region.output
     if output is None:

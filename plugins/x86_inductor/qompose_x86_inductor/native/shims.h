@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators qompose_x86::vnni_product, vnni_depthwise and quantize_planes for compiled programs, which
-// include this file. Their functions are of C: what goes wrong is a line on stderr, as torch's own code for
-// packages writes it, and an error code, which torch turns into an exception.
+// The operators qompose_x86::vnni_* and quantize_planes for compiled programs, which include this file. Their
+// functions are of C: what goes wrong is a line on stderr, as torch's own code for packages writes it, and an
+// error code, which torch turns into an exception.
 #pragma once
 
 #include <immintrin.h>
@@ -15,6 +15,7 @@
 #include <exception>
 #include <initializer_list>
 #include <iostream>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #pragma GCC push_options
 #pragma GCC optimize("O3")
 #include "arguments.h"
+#include "attention.h"
 #pragma GCC pop_options
 
 namespace qompose_x86 {
@@ -187,3 +189,5 @@ extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle
   return qompose_x86::without_exceptions(
       "quantize_planes", [&] { *result = qompose_x86::call_planes(x, scale, zp, low, high); });
 }
+
+#include "attention_shim.h"

@@ -31,6 +31,7 @@ from typing import Any, Final
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.onednn.post_ops import POST_SCHEMA
 from qompose_x86_inductor.operators import (
+    attention,
     conv2d,
     elementwise,
     linear,
@@ -64,6 +65,11 @@ SCHEMAS: Final[dict[str, str]] = {
     "adaptive_avg_pool2d": f"({_X}, SymInt[2] output_size, {_OUT}) -> Tensor",
     "mean": f"({_X}, int[] dim, bool keepdim=False, {_OUT}) -> Tensor",
     "mul": f"({_X}, Tensor other, float other_scale, int other_zp, {_OUT}) -> Tensor",
+    "attention": (
+        "(Tensor query, float q_scale, int q_zp, Tensor key, float k_scale, int k_zp,"
+        " Tensor value, float v_scale, int v_zp, Tensor? mask, float scale, bool is_causal,"
+        f" bool safe_softmax, {_OUT}) -> Tensor"
+    ),
 }
 
 _IMPLEMENTATIONS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
@@ -76,6 +82,7 @@ _IMPLEMENTATIONS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
     "adaptive_avg_pool2d": (pooling.adaptive_avg_pool2d_in_graph,) * 2,
     "mean": (pooling.mean_in_graph,) * 2,
     "mul": (elementwise.mul_in_graph,) * 2,
+    "attention": (attention.attention, attention.attention_fake),
 }
 """What each operator computes, and its result without values."""
 

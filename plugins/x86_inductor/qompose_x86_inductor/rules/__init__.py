@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
+from qompose_x86_inductor.rules.attention import ATTENTION_RULES
 from qompose_x86_inductor.rules.dynamic import DYNAMIC_RULES
-from qompose_x86_inductor.rules.static import STATIC_RULES
+from qompose_x86_inductor.rules.static import PRODUCT_RULES, STATIC_RULES
 from qompose_x86_inductor.rules.weight_only import WEIGHT_ONLY_RULES
 
-RULES = (*STATIC_RULES, *DYNAMIC_RULES, *WEIGHT_ONLY_RULES)
+RULES = (
+    *PRODUCT_RULES,
+    *ATTENTION_RULES,
+    *STATIC_RULES,
+    *DYNAMIC_RULES,
+    *WEIGHT_ONLY_RULES,
+)

@@ -21,7 +21,6 @@ _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
         aten.bmm.default,
         aten.mm.default,
         aten.baddbmm.default,
-        aten.scaled_dot_product_attention.default,
     ),
     "oneDNN's int8 operators in torch have no transposed convolution": (
         aten.conv_transpose1d.default,

@@ -102,8 +102,8 @@ _max_pool = partial(
 )
 _WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
+PRODUCT_RULES: tuple[Rule, ...] = tuple(_products())
 STATIC_RULES: tuple[Rule, ...] = (
-    *_products(),
     kit.binary_rule(
         "mul",
         output=False,

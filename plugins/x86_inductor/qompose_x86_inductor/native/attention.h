@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of unsigned bytes on AVX-512 VNNI: integer products, and a float32 softmax between them.
+//
+// Rows of scores are computed, made probabilities and multiplied by the values while they are in a core's
+// cache. A probability is stored as e = exp(score - the row's largest) in 16 bits, as two bytes, and the sum
+// of a row's e divides its result: small probabilities keep their shares, and their sum is 1.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "products.h"
+#include "threads.h"
+
+namespace qompose_x86 {
+
+enum MaskKind : int { NO_MASK, KEEP, ADDED };  // of bytes: which keys count; of floats: added to scores
+
+// A tensor of four axes, (batch, heads, rows, columns), with its strides in elements; 0 where it repeats.
+template <typename T>
+struct Strided {
+  const T* data;
+  int64_t strides[4];
+  int64_t offset(int64_t batch, int64_t head, int64_t row, int64_t column) const {
+    return batch * strides[0] + head * strides[1] + row * strides[2] + column * strides[3];
+  }
+  const T* at(int64_t batch, int64_t head, int64_t row, int64_t column = 0) const {
+    return data + offset(batch, head, row, column);
+  }
+};
+
+struct Attention {
+  int64_t batches, heads, shared_heads;  // of queries; of keys and values, each for a group of the others
+  int64_t queries, keys, width, value_width;
+  Strided<uint8_t> q, k, v;
+  MaskKind mask_kind;
+  Strided<uint8_t> mask;  // floats, where they are added
+  int q_zp, v_zp;
+  float scale;  // of scores, per integer
+  bool causal;
+  float masked;     // the result of a row all of whose keys are masked: 0 or NaN
+  float v_scale;    // in steps of the result, of floats in units
+  float low, high;  // of steps
+  int zp;
+  Kind kind;
+};
+
+// The numbers of the operator, in the order in which vnni_attention.py gives them.
+enum AttentionSize : int { Q_ZP, V_ZP, CAUSAL, SAFE, RESULT_ZP, RESULT_KIND };
+enum AttentionEnd : int { SCORE_SCALE, VALUE_SCALE, LEAST, MOST };
+
+inline Attention described(Attention a, const int64_t* s, const double* e) {
+  const auto end = [e](AttentionEnd which) { return static_cast<float>(e[which]); };
+  a.q_zp = static_cast<int>(s[Q_ZP]);
+  a.v_zp = static_cast<int>(s[V_ZP]);
+  a.scale = end(SCORE_SCALE);
+  a.causal = s[CAUSAL] != 0;
+  a.masked = s[SAFE] != 0 || a.keys == 0 ? 0 : std::numeric_limits<float>::quiet_NaN();
+  a.v_scale = end(VALUE_SCALE);
+  a.low = end(LEAST);
+  a.high = end(MOST);
+  a.zp = static_cast<int>(s[RESULT_ZP]);
+  a.kind = static_cast<Kind>(s[RESULT_KIND]);
+  return a;
+}
+
+constexpr int TALLEST = 12;               // rows of scores at a time, where they are not too long
+constexpr int64_t MOST_SCORES = 1 << 16;  // of all those rows
+constexpr int64_t MOST_KEYS = 65536;      // whose sums fit: 255 * 128 * keys below 2 ** 31
+constexpr float WHOLE = 65535;            // e of the largest score
+
+inline int64_t rounded_up(int64_t size, int64_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
+
+// What one thread works in, in parts of one piece of memory.
+struct Scratch {
+  int8_t *keys, *values;
+  int32_t* starts;  // of sums, by key: minus the share of the zero point of the queries
+  uint8_t *rows, *high, *low;
+  float *scores, *sums;
+
+  static int64_t rows_of(int64_t keys) {
+    return std::min<int64_t>(TALLEST, std::max<int64_t>(1, MOST_SCORES / rounded_up(keys + 1, 64)));
+  }
+
+  static int64_t lay(const Attention& a, uint8_t* memory, Scratch* parts) {
+    const int64_t keys = rounded_up(a.keys, 64), width = rounded_up(a.width, 4),
+                  value_width = rounded_up(a.value_width, 16), tall = rows_of(a.keys);
+    const int64_t sizes[] = {keys * width, keys * value_width, 4 * keys,        tall * width,
+                             tall * keys,  tall * keys,        4 * tall * keys, 4 * tall * value_width};
+    int64_t at = 0, starts[8];
+    for (int i = 0; i < 8; ++i) {
+      starts[i] = at;
+      at += rounded_up(sizes[i], 64);
+    }
+    if (parts)
+      *parts = {reinterpret_cast<int8_t*>(memory + starts[0]),
+                reinterpret_cast<int8_t*>(memory + starts[1]),
+                reinterpret_cast<int32_t*>(memory + starts[2]),
+                memory + starts[3],
+                memory + starts[4],
+                memory + starts[5],
+                reinterpret_cast<float*>(memory + starts[6]),
+                reinterpret_cast<float*>(memory + starts[7])};
+    return at;
+  }
+};
+
+class Attending {
+ public:
+  Attending(const Attention& a, const Scratch& s, void* out)
+      : a(a),
+        s(s),
+        out(out),
+        quads((a.width + 3) / 4),
+        row_keys(rounded_up(a.keys, 64)),
+        tall(Scratch::rows_of(a.keys)),
+        value_vectors((a.value_width + 15) / 16) {}
+
+  // Rows `from` to `to` of the queries of one head.
+  void work(int64_t batch, int64_t head, int64_t from, int64_t to) {
+    const int64_t shared = head / (a.heads / a.shared_heads);
+    if (batch != packed_batch || shared != packed_head) {
+      pack_keys(batch, shared);
+      pack_values(batch, shared);
+      packed_batch = batch;
+      packed_head = shared;
+    }
+    for (int64_t row = from; row < to; row += tall) {
+      const int rows = static_cast<int>(std::min(tall, to - row));
+      score(batch, head, row, rows);
+      for (int r = 0; r < rows; ++r) totals[r] = weigh(r);
+      gather(rows);
+      for (int r = 0; r < rows; ++r) finish(batch, head, row + r, r);
+    }
+  }
+
+ private:
+  // Four columns of a row, from `column` on; what is behind the last one is the middle of the integers.
+  static uint32_t four(const Strided<uint8_t>& x, const uint8_t* row, int64_t column, int64_t width) {
+    uint32_t word = 0x80808080;
+    if (x.strides[3] == 1 && column + 4 <= width) {
+      std::memcpy(&word, row + column, 4);
+      return word;
+    }
+    uint8_t bytes[4] = {0x80, 0x80, 0x80, 0x80};
+    for (int64_t i = 0; i < std::min<int64_t>(4, width - column); ++i)
+      bytes[i] = row[(column + i) * x.strides[3]];
+    std::memcpy(&word, bytes, 4);
+    return word;
+  }
+
+  // As `sum_tile` reads weights: [panel of 64 keys][quad of columns][key][4], as signed bytes.
+  void pack_keys(int64_t batch, int64_t head) {
+    const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80)), ones = _mm512_set1_epi8(1);
+    for (int64_t first = 0; first < row_keys; first += 16) {
+      const int64_t panel = first / 64 * 64,
+                    vectors = (std::min<int64_t>(64, rounded_up(a.keys, 16) - panel)) / 16;
+      if (first - panel >= 16 * vectors) break;
+      int8_t* to = s.keys + panel * quads * 4 + (first - panel) * 4;
+      const uint8_t* rows[16];
+      const int count = static_cast<int>(std::min<int64_t>(16, a.keys - first));
+      for (int i = 0; i < count; ++i) rows[i] = a.k.at(batch, head, first + i);
+      __m512i sum = _mm512_setzero_si512();
+      alignas(64) uint32_t words[16];
+      for (uint32_t& word : words) word = 0x80808080;
+      for (int64_t quad = 0; quad < quads; ++quad, to += 64 * vectors) {
+        for (int i = 0; i < count; ++i) words[i] = four(a.k, rows[i], 4 * quad, a.width);
+        const __m512i bytes = _mm512_xor_si512(_mm512_load_si512(words), flip);
+        sum = _mm512_dpbusd_epi32(sum, ones, bytes);
+        _mm512_storeu_si512(to, bytes);
+      }
+      _mm512_store_si512(s.starts + first, _mm512_mullo_epi32(sum, _mm512_set1_epi32(-a.q_zp)));
+    }
+  }
+
+  // 16 columns of a row from `column` on, those that there are.
+  __m128i columns(const uint8_t* row, int64_t column) const {
+    const int64_t left = a.value_width - column;
+    if (a.v.strides[3] == 1) {
+      const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
+      return _mm_maskz_loadu_epi8(mask, row + column);
+    }
+    alignas(16) uint8_t bytes[16] = {};
+    for (int64_t i = 0; i < std::min<int64_t>(16, left); ++i) bytes[i] = row[(column + i) * a.v.strides[3]];
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+  }
+
+  // [panel of 64 columns][quad of keys][column][4], as signed bytes.
+  void pack_values(int64_t batch, int64_t head) {
+    const __m128i flip = _mm_set1_epi8(static_cast<char>(0x80));
+    const int64_t key_quads = (a.keys + 3) / 4;
+    for (int64_t quad = 0; quad < key_quads; ++quad) {
+      const int count = static_cast<int>(std::min<int64_t>(4, a.keys - 4 * quad));
+      const uint8_t* rows[4];
+      for (int i = 0; i < count; ++i) rows[i] = a.v.at(batch, head, 4 * quad + i);
+      for (int64_t vector = 0; vector < value_vectors; ++vector) {
+        const int64_t panel = vector / WIDEST, vectors = width_of(panel);
+        __m128i x[4];
+        for (int i = 0; i < 4; ++i)
+          x[i] = i < count ? _mm_xor_si128(columns(rows[i], 16 * vector), flip) : _mm_setzero_si128();
+        const __m128i even = _mm_unpacklo_epi8(x[0], x[1]), odd = _mm_unpacklo_epi8(x[2], x[3]),
+                      even_high = _mm_unpackhi_epi8(x[0], x[1]), odd_high = _mm_unpackhi_epi8(x[2], x[3]);
+        int8_t* to = s.values + panel * 64 * key_quads * 4 + quad * 64 * vectors + vector % WIDEST * 64;
+        auto* lanes = reinterpret_cast<__m128i*>(to);
+        _mm_storeu_si128(lanes, _mm_unpacklo_epi16(even, odd));
+        _mm_storeu_si128(lanes + 1, _mm_unpackhi_epi16(even, odd));
+        _mm_storeu_si128(lanes + 2, _mm_unpacklo_epi16(even_high, odd_high));
+        _mm_storeu_si128(lanes + 3, _mm_unpackhi_epi16(even_high, odd_high));
+      }
+    }
+  }
+
+  int width_of(int64_t panel) const {
+    return static_cast<int>(std::min<int64_t>(WIDEST, value_vectors - panel * WIDEST));
+  }
+
+  // Scores of some rows, in units, and the largest of each.
+  void score(int64_t batch, int64_t head, int64_t row, int rows) {
+    const bool copied = a.q.strides[3] != 1 || a.width % 4 != 0;
+    Bytes where[TALLEST];
+    for (int r = 0; r < rows; ++r) {
+      where[r] = a.q.at(batch, head, row + r);
+      if (!copied) continue;
+      uint8_t* to = s.rows + r * 4 * quads;
+      for (int64_t c = 0; c < 4 * quads; ++c) to[c] = c < a.width ? where[r][c * a.q.strides[3]] : 0;
+      where[r] = to;
+    }
+    used = a.causal ? std::min(a.keys, row + rows) : a.keys;
+    for (int r = 0; r < rows; ++r) {
+      largest[r] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+      unusable[r] = 0;
+    }
+    for (int64_t first = 0; first < used; first += 64) {
+      const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
+      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
+        const int some = std::min(MOST_ROWS[width], rows - r);
+        sum_of(width, some)(where + r, 1, quads, s.keys + first * quads * 4, s.starts + first, tile);
+        for (int i = 0; i < some; ++i)
+          for (int j = 0; j < width; ++j)
+            store_scores(batch, head, row, r + i, first + 16 * j, tile[i * width + j]);
+      }
+    }
+  }
+
+  void store_scores(int64_t batch, int64_t head, int64_t row, int r, int64_t first, __m512i sums) {
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 score = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(a.scale));
+    const int64_t end = a.causal ? std::min(a.keys, row + r + 1) : a.keys, left = end - first;
+    __mmask16 kept = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
+    if (a.mask_kind == ADDED) {
+      score = _mm512_add_ps(score, added(batch, head, row + r, first, kept));
+      const __m512 most = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+      unusable[r] |= _mm512_mask_cmp_ps_mask(kept, score, most, _CMP_NLT_UQ);  // infinite, or NaN
+    } else if (a.mask_kind == KEEP) {
+      kept &= chosen(batch, head, row + r, first, kept);
+    }
+    score = _mm512_mask_mov_ps(nothing, kept, score);
+    largest[r] = _mm512_max_ps(largest[r], score);
+    _mm512_storeu_ps(s.scores + r * row_keys + first, score);
+  }
+
+  __m512 added(int64_t batch, int64_t head, int64_t row, int64_t first, __mmask16 kept) const {
+    const float* mask = reinterpret_cast<const float*>(a.mask.data) + a.mask.offset(batch, head, row, first);
+    if (a.mask.strides[3] == 1) return _mm512_maskz_loadu_ps(kept, mask);
+    alignas(64) float values[16] = {};
+    for (int i = 0; i < 16; ++i)
+      if (kept >> i & 1) values[i] = mask[i * a.mask.strides[3]];
+    return _mm512_load_ps(values);
+  }
+
+  __mmask16 chosen(int64_t batch, int64_t head, int64_t row, int64_t first, __mmask16 kept) const {
+    const uint8_t* mask = a.mask.at(batch, head, row, first);
+    if (a.mask.strides[3] == 1) {
+      const __m128i bytes = _mm_maskz_loadu_epi8(kept, mask);
+      return _mm_test_epi8_mask(bytes, bytes);
+    }
+    unsigned found = 0;
+    for (int i = 0; i < 16; ++i)
+      if ((kept >> i & 1) && mask[i * a.mask.strides[3]]) found |= 1u << i;
+    return static_cast<__mmask16>(found);
+  }
+
+  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
+  float weigh(int r) {
+    const float most = _mm512_reduce_max_ps(largest[r]);
+    if (unusable[r]) return std::numeric_limits<float>::quiet_NaN();
+    if (most == -std::numeric_limits<float>::infinity()) return 0;
+    const float* scores = s.scores + r * row_keys;
+    uint8_t *high = s.high + r * row_keys, *low = s.low + r * row_keys;
+    const __m512 shift = _mm512_set1_ps(most), whole = _mm512_set1_ps(WHOLE);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < used; i += 16) {
+      const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), shift));
+      const __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(e, whole));
+      sum = _mm512_add_epi32(sum, steps);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(steps));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
+                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(steps, 8)));
+    }
+    return static_cast<float>(static_cast<uint32_t>(_mm512_reduce_add_epi32(sum)));
+  }
+
+  // Sums of probabilities and values, in units of both.
+  void gather(int rows) {
+    static const int32_t zeros[64] = {};
+    const int64_t key_quads = (a.keys + 3) / 4, used_quads = (used + 3) / 4, columns = 16 * value_vectors;
+    for (int64_t panel = 0; panel * WIDEST < value_vectors; ++panel) {
+      const int width = width_of(panel);
+      const int8_t* values = s.values + panel * 64 * key_quads * 4;
+      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
+        const int some = std::min(MOST_ROWS[width], rows - r);
+        Bytes high[TALLEST], low[TALLEST];
+        for (int i = 0; i < some; ++i) {
+          high[i] = s.high + (r + i) * row_keys;
+          low[i] = s.low + (r + i) * row_keys;
+        }
+        const SumTile sum = sum_of(width, some);
+        sum(high, 1, used_quads, values, zeros, tile);
+        sum(low, 1, used_quads, values, zeros, low_tile);
+        for (int i = 0; i < some; ++i)
+          for (int j = 0; j < width; ++j) {
+            const int at = i * width + j;
+            const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(tile[at]), _mm512_set1_ps(256),
+                                                _mm512_cvtepi32_ps(low_tile[at]));
+            _mm512_storeu_ps(s.sums + (r + i) * columns + panel * 64 + 16 * j, both);
+          }
+      }
+    }
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t row, int r) {
+    const int64_t at = ((batch * a.queries + row) * a.heads + head) * a.value_width;
+    const bool blank = totals[r] == 0;
+    const __m512 factor = _mm512_set1_ps(blank ? 0 : a.v_scale / totals[r]),
+                 shift = _mm512_set1_ps(blank ? a.masked : (128 - a.v_zp) * a.v_scale);
+    const float* sums = s.sums + r * 16 * value_vectors;
+    for (int64_t column = 0; column < a.value_width; column += 16) {
+      const int64_t left = a.value_width - column;
+      const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
+      // A row without probabilities multiplies what it has not written by 0: that may be NaN elsewhere.
+      const __m512 sum = blank ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + column);
+      __m512 value = _mm512_fmadd_ps(sum, factor, shift);
+      if (a.kind == FLOAT32) {
+        _mm512_mask_storeu_ps(static_cast<float*>(out) + at + column, mask, value);
+        continue;
+      }
+      // Of NaN and a bound, these give the bound.
+      value = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(a.low)), _mm512_set1_ps(a.high));
+      const __m512i steps = _mm512_add_epi32(_mm512_cvtps_epi32(value), _mm512_set1_epi32(a.zp));
+      _mm_mask_storeu_epi8(static_cast<char*>(out) + at + column, mask, _mm512_cvtepi32_epi8(steps));
+    }
+  }
+
+  const Attention& a;
+  const Scratch s;
+  void* out;
+  const int64_t quads, row_keys, tall, value_vectors;
+  int64_t packed_batch = -1, packed_head = -1, used = 0;
+  float totals[TALLEST];
+  __mmask16 unusable[TALLEST];
+  alignas(64) __m512 largest[TALLEST];
+  alignas(64) __m512i tile[MOST_SUMS], low_tile[MOST_SUMS];
+};
+
+// The result is (batch, queries, heads, columns), contiguous.
+inline void attend(const Attention& a, void* out, int available) {
+  const int64_t heads = a.batches * a.heads, tall = Scratch::rows_of(a.keys),
+                blocks = (a.queries + tall - 1) / tall;
+  if (heads * blocks * a.value_width == 0) return;
+  // An exponential takes as long as some products, and probabilities are multiplied twice.
+  const int64_t products = heads * a.queries * a.keys * (a.width + 2 * a.value_width + 64);
+  const int threads = threads_for(products, heads * blocks, available);
+  const int64_t parts = std::min(blocks, (threads + heads - 1) / heads);  // of a head's rows
+  const int64_t size = rounded_up(Scratch::lay(a, nullptr, nullptr), 64);
+  std::vector<uint8_t> memory(size * threads + 64);
+  uint8_t* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
+    Scratch scratch;
+    Scratch::lay(a, start + thread * size, &scratch);
+    Attending attending(a, scratch, out);
+    for (int64_t unit = from; unit < to; ++unit) {
+      const int64_t head = unit / parts, part = unit % parts;
+      attending.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
+                     std::min(a.queries, blocks * (part + 1) / parts * tall));
+    }
+  });
+}
+
+}  // namespace qompose_x86

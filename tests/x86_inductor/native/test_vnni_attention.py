@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ of attention computes what its operator means in torch: any sizes, layouts, masks and threads."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose_x86_inductor.native import vnni, vnni_attention
+from qompose_x86_inductor.native.vnni import KINDS
+from qompose_x86_inductor.native.vnni_attention import Ends, Sizes, reference
+from torch import Tensor
+
+needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
+STEP = 0.05
+"""Of the values, in units."""
+
+
+def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
+    """Run the C++ on the arguments of `vnni_attention.ATTENTION`."""
+    query, key, value, mask, sizes, ends = arguments
+    batch, heads, length, width = query.shape
+    shape = (batch, length, heads, value.shape[3])
+    result = torch.full(shape, 77, dtype=KINDS[sizes[-1]])
+    wide = None if mask is None else mask.expand(batch, heads, length, key.shape[2])
+    tensors = (query, key, value, wide)
+    strides = [stride for x in tensors for stride in ((0,) * 4 if x is None else x.stride())]
+    counts = (batch, heads, key.shape[1], length, key.shape[2], width, value.shape[3])
+    library.attention(
+        ctypes.c_int(threads),
+        (ctypes.c_int64 * 7)(*counts),
+        (ctypes.c_void_p * 4)(*(0 if x is None else x.data_ptr() for x in tensors)),
+        (ctypes.c_int64 * 16)(*strides),
+        ctypes.c_int(0 if mask is None else 1 if mask.dtype == torch.bool else 2),
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        (ctypes.c_double * len(ends))(*ends),
+        ctypes.c_void_p(result.data_ptr()),
+    )
+    return result
+
+
+def agree(got: Tensor, wanted: Tensor) -> None:
+    """Integers differ by a step where a value lies in the middle between two; floats by what rounding a
+    probability to 16 bits, and a score to float32, makes of it."""
+    if got.dtype == torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0.02 * STEP, equal_nan=True)
+        return
+    apart = (got.int() - wanted.int()).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).double().mean()) <= max(0.02, 1.01 / got.numel())
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def operand(layout: str, batch: int, heads: int, length: int, width: int) -> Tensor:
+    """Bytes (batch, heads, length, width) that lie in memory as a layout says."""
+    if layout == "by token":
+        return integers(batch, length, heads, width).transpose(1, 2)
+    if layout == "packed":
+        return integers(batch, length, 3, heads, width)[:, :, 1].transpose(1, 2)
+    if layout == "by column":
+        return integers(batch, heads, width, length).transpose(2, 3)
+    return integers(batch, heads, length, width)
+
+
+LAYOUTS = ("plain", "by token", "packed", "by column")
+
+
+def a_mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    """A mask of a shape that broadcasts; of "rows out", every second row has no key left."""
+    if kind == "none":
+        return None
+    kept = torch.rand(shape) < 0.7
+    if kind == "rows out" and len(shape) > 1:
+        kept[..., ::2, :] = False
+    if kind in ("keep", "rows out"):
+        return kept
+    if kind == "added":
+        return torch.randn(shape) * 2
+    lowest = -math.inf if kind == "infinite" else torch.finfo(torch.float32).min
+    return torch.zeros(shape).masked_fill(~kept, lowest)
+
+
+MASKS = ("none", "keep", "rows out", "added", "infinite", "lowest")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Arguments of the operator, from all that a rule may ask of it."""
+    batch, shared, times = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads, length = shared * times, draw(st.integers(1, 30))
+    keys = draw(st.integers(1, 40) | st.integers(60, 150))
+    width, columns = (draw(st.integers(1, 40) | st.sampled_from([64, 128])) for _ in range(2))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(3)]
+    query = operand(layouts[0], batch, heads, length, width)
+    key, value = (
+        operand(layout, batch, shared, keys, size)
+        for layout, size in zip(layouts[1:], (width, columns), strict=True)
+    )
+    full = (batch, heads, length, keys)
+    shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
+    kind = draw(st.integers(0, 2))
+    zero_point = draw(st.integers(0, 100)) if kind < 2 else 0
+    limits = [(0, 255), (-128, 127)][kind] if kind < 2 else (-math.inf, math.inf)
+    zero_points = (draw(st.integers(0, 255)) for _ in range(2))
+    sizes = Sizes(
+        *zero_points, draw(st.booleans()), kind < 2 or draw(st.booleans()), zero_point, kind
+    )
+    scale = 3 / (5500 * math.sqrt(width))  # of scores up to some ten units
+    ends = Ends(scale, 1.70437 if kind < 2 else STEP, *(bound - zero_point for bound in limits))
+    return query, key, value, a_mask(draw(st.sampled_from(MASKS)), shape), [*sizes], [*ends]
+
+
+@needs_vnni
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_it_computes_what_the_operator_means(library: ctypes.CDLL, data: st.DataObject) -> None:
+    arguments = data.draw(calls())
+    agree(run(library, *arguments), reference(*arguments))
+
+
+def a_call(
+    batch: int = 1,
+    heads: int = 3,
+    length: int = 20,
+    keys: int = 50,
+    width: int = 32,
+    mask: Tensor | None = None,
+    safe: bool = True,
+) -> tuple[Any, ...]:
+    """Arguments with a result in float32."""
+    torch.manual_seed(0)
+    tensors = (integers(batch, heads, rows, width) for rows in (length, keys, keys))
+    sizes, ends = Sizes(120, 130, 0, safe, 0, 2), Ends(2e-4, STEP, -math.inf, math.inf)
+    return *tensors, mask, [*sizes], [*ends]
+
+
+@needs_vnni
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_any_number_of_threads_gives_the_same(
+    library: ctypes.CDLL, threads: int, heads: int
+) -> None:
+    arguments = a_call(heads=heads, length=400, keys=60)
+    one = run(library, *arguments)
+    assert torch.equal(run(library, *arguments, threads=threads), one)
+    agree(one, reference(*arguments))
+
+
+@needs_vnni
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"length": 0}, {"keys": 0}, {"heads": 0}], ids=str)
+def test_empty_tensors(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
+    arguments = a_call(**sizes)
+    got = run(library, *arguments)
+    assert torch.equal(got, reference(*arguments))
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+@needs_vnni
+@pytest.mark.parametrize(("safe", "result"), [(True, 0.0), (False, math.nan)])
+@pytest.mark.parametrize("kind", ["keep", "infinite"])
+def test_rows_masked_throughout(library: ctypes.CDLL, kind: str, safe: bool, result: float) -> None:
+    mask = torch.ones(20, 50, dtype=torch.bool)
+    mask[3], mask[7, 1:] = False, False
+    given = mask if kind == "keep" else torch.zeros(20, 50).masked_fill(~mask, -math.inf)
+    arguments = a_call(mask=given, safe=safe)
+    got = run(library, *arguments)
+    agree(got, reference(*arguments))
+    rows = torch.full_like(got[:, 3], result)
+    torch.testing.assert_close(got[:, 3], rows, rtol=0, atol=0, equal_nan=True)
+    assert bool(got[:, [0, 1, 2, *range(4, 20)]].isfinite().all())
+
+
+@needs_vnni
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_mask_that_makes_no_number_of_a_row(library: ctypes.CDLL, value: float) -> None:
+    mask = torch.zeros(20, 50)
+    mask[4, 49] = value
+    got = run(library, *a_call(mask=mask))
+    assert bool(got[:, 4].isnan().all())
+    assert not bool(got[:, :4].isnan().any() or got[:, 5:].isnan().any())
+
+
+@needs_vnni
+def test_many_equal_scores_are_an_exact_mean(library: ctypes.CDLL) -> None:
+    """The largest sums: 255 * 128 * keys, of probabilities that are all the largest integer."""
+    keys, value = 65536, torch.zeros((), dtype=torch.uint8)
+    query, key = integers(1, 1, 1, 4), integers(1, 1, 1, 4).expand(1, 1, keys, 4)
+    sizes, ends = Sizes(3, 130, 0, 1, 0, 2), Ends(1e-3, 1.0, -math.inf, math.inf)
+    values = value.expand(1, 1, keys, 16)
+    got = run(library, query, key, values, None, [*sizes], [*ends])
+    assert torch.equal(got, torch.full_like(got, -130.0))
+
+
+@needs_vnni
+@pytest.mark.parametrize("width", [1, 5, 33])
+def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> None:
+    query, key, value, *rest = a_call(heads=1, length=7, keys=21, width=width)
+    wanted = reference(query, key, value, *rest)
+    kept = []
+    for x in (query, key, value):
+        memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+        kept.append(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        protect = ctypes.CDLL(None).mprotect
+        assert protect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+        at = mmap.PAGESIZE - x.numel()
+        memory[at : mmap.PAGESIZE] = x.numpy().tobytes()
+        moved = torch.frombuffer(memory, dtype=torch.uint8, count=x.numel(), offset=at)
+        kept.append(moved.view(x.shape))
+    agree(run(library, kept[1], kept[3], kept[5], *rest), wanted)
+
+
+def test_running_it_uncompiled_says_so() -> None:
+    arguments = a_call()
+    with pytest.warns(UserWarning, match="cpp_wrapper"):
+        result = vnni_attention.ATTENTION(*arguments)
+    assert torch.equal(result, reference(*arguments))
