@@ -125,6 +125,11 @@ class Region:
             raise self._fault(f"no operator {name!r}; the operators are {', '.join(names)}")
         return found
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the operators of the region, in the order of the graph."""
+        return tuple(self._nodes.values())
+
     def has(self, name: str) -> bool:
         """Return whether the match has a node for a name."""
         return name in self._captures
@@ -160,6 +165,18 @@ class Region:
         if self.output is None:
             raise NotLowerable("its output is not quantized, or to several scales")
         return self.output
+
+    def qparams(self, role: str) -> tuple[Any, ...]:
+        """Return scale and zero point of the first input of a role; of "output", its bounds after them.
+
+        Per tensor they are numbers; of a weight with several scales they are nodes.
+
+        Raises:
+            NotLowerable: the input arrives in float; the output is wanted in float.
+        """
+        tensor = self.quantized(role)
+        bounds = (tensor.low, tensor.high) if role == "output" else ()
+        return (tensor.scale, tensor.zero_point, *bounds)
 
     def dynamic(self, role: str) -> DynamicTensor:
         """Return how the first input of a role is quantized when the model runs.

@@ -22,10 +22,11 @@ RuntimeError, as torch's kernels raise it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
 
 from qompose_embedding.lookup import compute, from_packed, from_plain
@@ -220,18 +221,14 @@ def _fake(table: Tensor, *arguments: Any) -> Tensor:
     return table.new_empty((number, width), dtype=torch.float32)
 
 
-_OPS: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_FUNCTIONS: Final[dict[str, tuple[Any, str, Any]]] = {
-    "packed_bag": (_packed_bag, "CPU", packed_bag_in_graph),
-    "plain_bag": (_plain_bag, "CompositeExplicitAutograd", plain_bag_in_graph),
+_FUNCTIONS: Final[dict[str, tuple[Any, Sequence[str], Any]]] = {
+    "packed_bag": (_packed_bag, ("CPU",), packed_bag_in_graph),
+    "plain_bag": (_plain_bag, (), plain_bag_in_graph),
 }
-for _name, (_function, _key, _) in _FUNCTIONS.items():
-    _OPS.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _OPS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_OPS)
-
 IN_GRAPH: Final[dict[Any, tuple[Any, Any]]] = {
-    getattr(getattr(torch.ops, NAMESPACE), name).default: (in_graph, _in_order(in_graph))
-    for name, (_, _, in_graph) in _FUNCTIONS.items()
+    kit.register_operator(
+        f"{NAMESPACE}::{name}", SCHEMAS[name], function, fake=_fake, devices=devices
+    ): (in_graph, _in_order(in_graph))
+    for name, (function, devices, in_graph) in _FUNCTIONS.items()
 }
 """By operator, its functions for compilers: for offsets known to be in order, and for others."""

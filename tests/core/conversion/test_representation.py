@@ -13,7 +13,8 @@ import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationSpec
-from qompose.conversion.reference_representation import REFERENCES, Representation, represent
+from qompose.backend.integer_reference import REFERENCES
+from qompose.conversion.reference_representation import Representation, represent
 from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import FixedQParamsQuantizationSpec, qdq
 from qompose.spec.qparams import PER_CHANNEL

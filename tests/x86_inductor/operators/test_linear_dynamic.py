@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from qompose.backend import kit
 from qompose_x86_inductor.onednn import calls, exactness, packed_weights
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
-from qompose_x86_inductor.operators.choose_qparams import (
-    choose,
-    choose_rows,
-    quantize,
-    quantize_rows,
-)
 from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph, linear_per_token_in_graph
 from torch import Tensor, nn
 
@@ -49,8 +44,8 @@ def per_tensor_exactly(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """The real values, and the magnitudes whose rounding is allowed for: float64."""
-    scale, point = choose(x, *bounds, EPS)
-    shifted = quantize(x, scale, point, *bounds).double() - point.double()
+    scale, point = kit.choose_qparams(x, *bounds, EPS)
+    shifted = kit.quantize(x, scale, point, *bounds, torch.uint8).double() - point.double()
     unit = scales.double() * scale.double()
     return scaled(shifted, weight, unit, bias)
 
@@ -59,8 +54,8 @@ def per_token_exactly(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, x.shape[-1])
-    scale, point = choose_rows(rows, symmetric)
-    shifted = quantize_rows(rows, scale, point).double()
+    scale, point = kit.choose_qparams_per_row(rows, symmetric=symmetric)
+    shifted = kit.quantize_rows(rows, scale, point).double()
     # The kernel sums the integers as they are, and the zero points apart.
     size = (shifted.abs() + 128) @ weight.double().abs().T
     shifted = shifted if point is None else shifted - point.double()

@@ -115,12 +115,12 @@ class TestTransposed:
             integer_convolution.conv_transpose2d(x, 0, weight, [1, 1], [0, 0], [0, 0], 1, [1, 1])
 
     def test_what_is_kept_of_a_weight_goes_with_it(self) -> None:
-        before = integer_convolution._tap_order.owners()
+        before = integer_matmul.WEIGHTS.owners()
         weight = weights(0, 3, 4, 2, 2)
         x, args = int8(0, 1, 3, 4, 4), ([1, 1], [0, 0], [0, 0], 1, [1, 1])
         first = integer_convolution.conv_transpose2d(x, 3, weight, *args)
         weight.neg_()
         assert torch.equal(integer_convolution.conv_transpose2d(x, 3, weight, *args), -first)
-        assert len(integer_convolution._tap_order.owners() - before) == 1
+        assert len(integer_matmul.WEIGHTS.owners() - before) == 1
         del weight
-        assert not kept(integer_convolution._tap_order.owners, before)
+        assert not kept(integer_matmul.WEIGHTS.owners, before)

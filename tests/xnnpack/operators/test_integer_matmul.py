@@ -58,15 +58,26 @@ class TestProducts:
         assert made(x).shape == (1, 2)
 
     def test_cached_sums_follow_the_weight(self) -> None:
-        before = integer_matmul.row_sums.owners()
+        before = integer_matmul.WEIGHTS.owners()
         weight = weights(0, 3, 4)
         first = integer_matmul.row_sums(weight).clone()
         assert integer_matmul.row_sums(weight) is integer_matmul.row_sums(weight)
         weight.neg_()
         assert torch.equal(integer_matmul.row_sums(weight), -first)
-        assert len(integer_matmul.row_sums.owners() - before) == 1
+        assert len(integer_matmul.WEIGHTS.owners() - before) == 1
         del weight
-        assert not kept(integer_matmul.row_sums.owners, before)
+        assert not kept(integer_matmul.WEIGHTS.owners, before)
+
+    @pytest.mark.parametrize("zero_point", [0, -3])
+    def test_an_inference_weight_that_was_written_to(self, zero_point: int) -> None:
+        """torch counts no writes to inference tensors; the sums were stale."""
+        with torch.inference_mode():
+            weight, x = weights(0, 3, 4), weights(1, 2, 4)
+            for _ in range(2):
+                expected = (x.long() - zero_point) @ weight.long().t()
+                found = integer_matmul.shifted_matmul(x, zero_point, weight)
+                assert torch.equal(found.long(), expected)
+                weight[1:].fill_(7)
 
     def test_sums_of_groups_follow_the_weight(self) -> None:
         weight = weights(0, 3, 8)

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # The public names: read at run time by lazy_loader, and by type checkers.
 
+from .arithmetic import (
+    choose_qparams as choose_qparams,
+    choose_qparams_per_row as choose_qparams_per_row,
+    quantize as quantize,
+    quantize_rows as quantize_rows,
+    requantize as requantize,
+)
 from .configs import (
     INT4 as INT4,
     ConfigFactory as ConfigFactory,
@@ -44,6 +51,7 @@ from .kernels import (
     window as window,
     with_pad as with_pad,
 )
+from .operators import register_operator as register_operator
 from .patterns import (
     ADD as ADD,
     ADD_FLOAT as ADD_FLOAT,
@@ -73,6 +81,11 @@ from .patterns import (
     fused as fused,
     one as one,
 )
+from .reference import (
+    INTEGER_REFERENCE as INTEGER_REFERENCE,
+    reference as reference,
+    reference_kernel as reference_kernel,
+)
 from .rules import (
     MOVES as MOVES,
     Move as Move,
@@ -81,3 +94,4 @@ from .rules import (
     product_rule as product_rule,
     unary_rule as unary_rule,
 )
+from .weight_cache import WeightCache as WeightCache

@@ -24,8 +24,9 @@ from qompose.backend.kit.patterns import (
     fused,
     one,
 )
+from qompose.backend.kit.reference import reference_kernel
 from qompose.backend.pattern import OperatorPattern, Pattern
-from qompose.backend.rule import WEIGHT_ONLY, Guard, Rule, TensorConstraint
+from qompose.backend.rule import STATIC, WEIGHT_ONLY, Guard, Rule, TensorConstraint
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ def product_rule(
     product: str,
     *,
     accepts: Accepts,
-    kernels: Kernels,
+    kernels: Kernels | None = None,
     before: Sequence[Step] = (),
     after: Sequence[Step] = (),
     operator: str = "op",
@@ -55,7 +56,8 @@ def product_rule(
 
     Args:
         product: a name in `PRODUCTS`.
-        accepts, kernels: of the rule.
+        accepts: of the rule.
+        kernels: by target; None: the integer reference, in process, until there are better ones.
         before, after: `RELU`, `ADD`, `PAD` and the like.
         operator: what the operator of the product is called.
         shapes, groups: of the example (`fused`).
@@ -87,9 +89,17 @@ def product_rule(
         "layout": {"weight": {"ch_axis": 1}} if transposed else {},
         "accepts": _across(accepts) if transposed else accepts,
         "guard": (*_asked(product, operator, steps, weight_only=weight_only), *kept),
-        "kernels": kernels,
+        "kernels": _usual_kernels(fields) if kernels is None else kernels,
     }
     return Rule(**{**standard, **fields})
+
+
+def _usual_kernels(fields: Mapping[str, Any]) -> Kernels:
+    """Return the integer reference in process; weights alone have none."""
+    modes = fields.get("modes", frozenset({STATIC}))
+    if modes == frozenset({WEIGHT_ONLY}):
+        return {}
+    return {"torch": reference_kernel(float_output=STATIC not in modes)}
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -146,7 +156,7 @@ def unary_rule(
     name: str,
     *patterns: Pattern | OperatorPattern,
     accepts: Accepts,
-    kernels: Kernels,
+    kernels: Kernels | None = None,
     guard: Sequence[Guard] = (),
     activation: str = "self",
     **fields: Any,
@@ -168,7 +178,7 @@ def unary_rule(
         activations=(activation,),
         accepts=accepts,
         guard=(guards.float32, *guard),
-        kernels=kernels,
+        kernels=_usual_kernels(fields) if kernels is None else kernels,
         **{**standard, **fields},
     )
 
@@ -177,7 +187,7 @@ def binary_rule(
     name: str,
     *,
     accepts: Accepts,
-    kernels: Kernels,
+    kernels: Kernels | None = None,
     after: Sequence[Step] = (),
     guard: Sequence[Guard] = (),
     **fields: Any,
@@ -204,7 +214,7 @@ def binary_rule(
         activations=("self", "other"),
         accepts=accepts,
         guard=(guards.float32, guards.without_alpha(), *guard),
-        kernels=kernels,
+        kernels=_usual_kernels(fields) if kernels is None else kernels,
         **{**standard, **fields},
     )
 

@@ -26,7 +26,7 @@ from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.onednn.calls import CONVOLUTION_SUM, ConvolutionSum
 from qompose_x86_inductor.operators.registration import register
 
-_LIBRARY: Final = register(
+register(
     NAMESPACE,
     {"unchanged": "(Tensor x) -> Tensor"},
     {"unchanged": (Tensor.clone, torch.empty_like)},

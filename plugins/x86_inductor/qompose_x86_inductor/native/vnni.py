@@ -26,12 +26,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from qompose.backend import kit
 from torch import Tensor
 
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
-from qompose_x86_inductor.operators.choose_qparams import quantize
 from qompose_x86_inductor.operators.registration import register
 
 VECTOR, PANEL, FOUR, MOST_PLANES = 16, 64, 4, 4
@@ -214,7 +214,8 @@ def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
 
 def reference_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
     """Return what ``quantize_planes`` computes."""
-    return quantize(x, scale, zero_point, low, high).permute(0, 2, 3, 1).contiguous()
+    integers = kit.quantize(x, scale, zero_point, low, high, torch.uint8)
+    return integers.permute(0, 2, 3, 1).contiguous()
 
 
 def _fake_planes(x: Tensor, *_: Any) -> Tensor:
@@ -236,7 +237,7 @@ _SCHEMAS: Final = {
     "vnni_depthwise": _SCHEMA,
     "quantize_planes": "(Tensor x, float scale, int zero_point, int low, int high) -> Tensor",
 }
-_LIBRARY: Final = register(
+register(
     NAMESPACE,
     _SCHEMAS,
     {

@@ -77,7 +77,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, sizes: Any, ends
     return query.new_empty((batch, length, heads, value.shape[3]), dtype=KINDS[sizes[-1]])
 
 
-_LIBRARY: Final = register(
+register(
     NAMESPACE,
     {
         "vnni_attention": (

@@ -86,4 +86,4 @@ _IMPLEMENTATIONS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
 }
 """What each operator computes, and its result without values."""
 
-_LIBRARY: Final = register(NAMESPACE, SCHEMAS, _IMPLEMENTATIONS)
+register(NAMESPACE, SCHEMAS, _IMPLEMENTATIONS)

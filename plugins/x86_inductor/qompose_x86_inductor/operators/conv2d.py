@@ -137,6 +137,10 @@ _SCHEMAS: Final = {
         " int out_zp, ScalarType out_dtype, float other_scale, int other_zp, str post_op) -> Tensor"
     )
 }
-_LIBRARY: Final = register(NAMESPACE, _SCHEMAS, {"conv2d_sum": (_conv2d_sum, _conv2d_sum_fake)})
-# With a packed weight, which is what freezing makes of it, torch looks for this one.
-_LIBRARY.impl("conv2d_sum", _conv2d_sum, "MkldnnCPU")  # type: ignore[no-untyped-call]
+register(
+    NAMESPACE,
+    _SCHEMAS,
+    {"conv2d_sum": (_conv2d_sum, _conv2d_sum_fake)},
+    # With a packed weight, which is what freezing makes of it, torch looks for the second one.
+    devices=("CPU", "MkldnnCPU"),
+)

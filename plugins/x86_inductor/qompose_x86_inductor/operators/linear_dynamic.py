@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators ``linear_dynamic*``: float32 in, quantized when they run, float32 out.
 
-The product is ``qompose_x86::linear``, exact sums of integers by oneDNN; scales and zero points are those of
-`choose_qparams`. ``x`` is float32 with any strides; ``weight``, ``w_scale`` and ``bias`` are as in that
-operator. In an operator with one scale for the whole of ``x``, the integers are uint8 between ``low``
+The product is ``qompose_x86::linear``, exact sums of integers by oneDNN; scales and zero points are those
+of `kit.choose_qparams`. ``x`` is float32 with any strides; ``weight``, ``w_scale`` and ``bias`` are as in
+that operator. In an operator with one scale for the whole of ``x``, the integers are uint8 between ``low``
 and ``high``, and a range that is not finite makes every result NaN, as it does in the converted model.
 With a scale for each row, integers are the whole of int8, and only the rows concerned are not finite. oneDNN
 gets them as uint8, 128 higher: its only code for int8 inputs on x86 is the reference, 5,000 times slower.
@@ -14,11 +14,13 @@ empty ``x``, and only weights that `exactness.admits`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
 
 from qompose_x86_inductor.onednn import calls
@@ -33,12 +35,6 @@ from qompose_x86_inductor.onednn.arguments import (
 from qompose_x86_inductor.onednn.calls import Packed
 from qompose_x86_inductor.onednn.packed_weights import cached
 from qompose_x86_inductor.onednn.post_ops import POST_SCHEMA
-from qompose_x86_inductor.operators.choose_qparams import (
-    choose,
-    choose_rows,
-    quantize,
-    quantize_rows,
-)
 from qompose_x86_inductor.operators.registration import register
 
 _CONSTANTS: Final = "Tensor x, Tensor weight, Tensor w_scale, Tensor? bias"
@@ -52,6 +48,8 @@ SCHEMAS: Final[dict[str, str]] = {
 
 _MIDDLE: Final = 128
 """The uint8 that stands for the int8 zero."""
+
+_integers = functools.partial(kit.quantize, dtype=torch.uint8)
 
 _HIDES_NAN: Final = ("relu", "hardtanh")
 """The post-ops that turn NaN into a number in oneDNN."""
@@ -80,8 +78,8 @@ def _quantized(x: Tensor, low: int, high: int, eps: float) -> tuple[Tensor, floa
     """Return integers, scale and zero point; an empty ``x`` has none to choose."""
     if x.numel() == 0:
         return x.to(torch.uint8), 1.0, 0
-    scale, zero_point = choose(x, low, high, eps)
-    return quantize(x, scale, zero_point, low, high), float(scale), int(zero_point)
+    scale, zero_point = kit.choose_qparams(x, low, high, eps)
+    return _integers(x, scale, zero_point, low, high), float(scale), int(zero_point)
 
 
 def _linear(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -113,9 +111,9 @@ def linear_in_graph(
     _checked("linear_dynamic", x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     hides_nan = out.post_op in _HIDES_NAN
-    scale, zero_point = choose(x, low, high, eps)
+    scale, zero_point = kit.choose_qparams(x, low, high, eps)
     result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(
-        quantize(x, scale, zero_point, low, high),
+        _integers(x, scale, zero_point, low, high),
         scale,
         zero_point.to(torch.int32),
         calls.prepack_linear(weight),
@@ -158,8 +156,8 @@ def _by_row(
 ) -> Tensor:
     """Quantize rows, multiply them, and bring the sums to real units: (M, out)."""
     rows = x.reshape(-1, x.shape[-1])
-    scale, zero_point = choose_rows(rows, symmetric=columns is None)
-    total = sums(quantize_rows(rows, scale, zero_point))
+    scale, zero_point = kit.choose_qparams_per_row(rows, symmetric=columns is None)
+    total = sums(kit.quantize_rows(rows, scale, zero_point))
     if zero_point is not None and columns is not None:
         total = torch.addcmul(total, zero_point, columns * w_scale, value=-1)
     return total * scale if bias is None else torch.addcmul(bias, total, scale)
@@ -191,7 +189,7 @@ def linear_per_token_in_graph(
     return _by_row(x, sums, columns, w_scale, bias).view(_shape(x, weight))
 
 
-_LIBRARY: Final = register(
+register(
     NAMESPACE,
     SCHEMAS,
     {

@@ -183,7 +183,7 @@ def _like_x(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY: Final = register(
+register(
     NAMESPACE,
     SCHEMAS,
     {

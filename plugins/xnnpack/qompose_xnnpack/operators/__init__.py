@@ -17,18 +17,19 @@ Importing this package registers the operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from qompose.backend import kit
+from torch import Tensor
+
 from qompose_xnnpack.operators import convolution, elementwise, linear, pooling
-from qompose_xnnpack.operators.registration import (
-    FLOAT32,
-    FLOATS,
-    INT8,
-    NAMESPACE,
-    Implementation,
-    register,
-)
 from qompose_xnnpack.operators.requantization import quantized_bound
 
 __all__ = ["NAMESPACE", "SCHEMAS", "quantized_bound"]
+
+NAMESPACE = "qompose_xnnpack"
 
 _OUT = "float out_scale, int out_zp, int out_min, int out_max"
 _CONSTANTS = "Tensor weight, Tensor w_scale, Tensor? bias"
@@ -65,43 +66,48 @@ SCHEMAS: dict[str, str] = {
     "linear_weight_only": f"(Tensor x, {_CONSTANTS}) -> Tensor",
 }
 
-_STATIC = {0: INT8, 3: INT8}
-_IMAGE = {0: INT8}
-_DYNAMIC = {0: FLOAT32, 1: INT8}
-_WEIGHT_ONLY = {0: FLOATS, 1: INT8}
+Dtypes: TypeAlias = "Mapping[str, Sequence[torch.dtype]]"
+Implementation: TypeAlias = (
+    "tuple[Callable[..., Tensor], Callable[..., Sequence[int]] | None, Dtypes]"
+)
+"""A kernel, what returns the shape of its output (None: itself), and the dtypes that it takes."""
+
+_INT8, _FLOAT32 = (torch.int8,), (torch.float32,)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_STATIC = {"x": _INT8, "weight": _INT8}
+_PAIR = {"a": _INT8, "b": _INT8}
+_IMAGE = {"x": _INT8}
+_DYNAMIC = {"x": _FLOAT32, "weight": _INT8}
+_WEIGHT_ONLY = {"x": _FLOATS, "weight": _INT8}
 _IMPLEMENTATIONS: dict[str, Implementation] = {
-    "linear": Implementation(linear.linear, linear.linear_output, _STATIC),
-    "conv1d": Implementation(convolution.conv1d, convolution.conv_output, _STATIC),
-    "conv2d": Implementation(convolution.conv2d, convolution.conv_output, _STATIC),
-    "conv_transpose1d": Implementation(
-        convolution.conv_transpose1d, convolution.conv_transpose_output, _STATIC
+    "linear": (linear.linear, linear.linear_output, _STATIC),
+    "conv1d": (convolution.conv1d, convolution.conv_output, _STATIC),
+    "conv2d": (convolution.conv2d, convolution.conv_output, _STATIC),
+    "conv_transpose1d": (convolution.conv_transpose1d, convolution.conv_transpose_output, _STATIC),
+    "conv_transpose2d": (convolution.conv_transpose2d, convolution.conv_transpose_output, _STATIC),
+    "add": (elementwise.add, elementwise.broadcast_shape, _PAIR),
+    "sub": (elementwise.sub, elementwise.broadcast_shape, _PAIR),
+    "mul": (elementwise.mul, elementwise.broadcast_shape, _PAIR),
+    "avg_pool2d": (pooling.avg_pool2d, None, _IMAGE),
+    "adaptive_avg_pool2d": (pooling.adaptive_avg_pool2d, pooling.adaptive_shape, _IMAGE),
+    "mean": (pooling.mean, pooling.mean_shape, _IMAGE),
+    "max_pool2d": (pooling.max_pool2d, None, _IMAGE),
+    "linear_dynamic": (linear.linear_dynamic, linear.linear_float_output, _DYNAMIC),
+    "linear_dynamic_per_tensor": (
+        linear.linear_dynamic_per_tensor,
+        linear.linear_float_output,
+        _DYNAMIC,
     ),
-    "conv_transpose2d": Implementation(
-        convolution.conv_transpose2d, convolution.conv_transpose_output, _STATIC
+    "conv2d_dynamic": (convolution.conv2d_dynamic, convolution.conv2d_dynamic_output, _DYNAMIC),
+    "conv_transpose2d_dynamic": (
+        convolution.conv_transpose2d_dynamic,
+        convolution.conv_transpose2d_dynamic_output,
+        _DYNAMIC,
     ),
-    "add": Implementation(elementwise.add, elementwise.broadcast_shape, _STATIC),
-    "sub": Implementation(elementwise.sub, elementwise.broadcast_shape, _STATIC),
-    "mul": Implementation(elementwise.mul, elementwise.broadcast_shape, _STATIC),
-    "avg_pool2d": Implementation(pooling.avg_pool2d, None, _IMAGE),
-    "adaptive_avg_pool2d": Implementation(
-        pooling.adaptive_avg_pool2d, pooling.adaptive_shape, _IMAGE
-    ),
-    "mean": Implementation(pooling.mean, pooling.mean_shape, _IMAGE),
-    "max_pool2d": Implementation(pooling.max_pool2d, None, _IMAGE),
-    "linear_dynamic": Implementation(linear.linear_dynamic, linear.linear_float_output, _DYNAMIC),
-    "linear_dynamic_per_tensor": Implementation(
-        linear.linear_dynamic_per_tensor, linear.linear_float_output, _DYNAMIC
-    ),
-    "conv2d_dynamic": Implementation(
-        convolution.conv2d_dynamic, convolution.conv2d_dynamic_output, _DYNAMIC
-    ),
-    "conv_transpose2d_dynamic": Implementation(
-        convolution.conv_transpose2d_dynamic, convolution.conv_transpose2d_dynamic_output, _DYNAMIC
-    ),
-    "linear_weight_only": Implementation(
-        linear.linear_weight_only, linear.linear_float_output, _WEIGHT_ONLY
-    ),
+    "linear_weight_only": (linear.linear_weight_only, linear.linear_float_output, _WEIGHT_ONLY),
 }
 
-for _name, _schema in SCHEMAS.items():
-    register(_name, _schema, _IMPLEMENTATIONS[_name])
+for _name, (_kernel, _shape, _dtypes) in _IMPLEMENTATIONS.items():
+    kit.register_operator(
+        f"{NAMESPACE}::{_name}", SCHEMAS[_name], _kernel, shape=_shape, dtypes=_dtypes
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qompose_xnnpack.operators import integer_convolution
 from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
-from qompose_xnnpack.operators.integer_matmul import WeightTable
+from qompose_xnnpack.operators.integer_matmul import WEIGHTS
 from qompose_xnnpack.operators.requantization import StaticProduct
 from qompose_xnnpack.operators.shapes import (
     conv_shape,
@@ -40,8 +40,7 @@ def conv1d(*arguments: Any) -> Tensor:
     return conv2d(*_as_images(product), *flat, groups, *out).squeeze(2)
 
 
-# What is cached per weight is keyed by tensor object, for which a fresh view would not do.
-_as_image = WeightTable(lambda weight: weight.unsqueeze(2).clone())
+_as_image = WEIGHTS.form(lambda weight: weight.unsqueeze(2).clone())
 
 
 def _as_images(product: StaticProduct) -> StaticProduct:

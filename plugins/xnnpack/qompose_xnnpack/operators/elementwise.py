@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
-
-from qompose_xnnpack.operators.requantization import requantize
 
 # Bits kept of the larger of the two multipliers, and the largest shift that int32 has room for.
 _FACTOR_BITS = 20
@@ -63,7 +62,7 @@ def mul(
     """Return the product ``a * b``."""
     out_scale, *limits = out
     total = (a.to(torch.int32) - a_zp) * (b.to(torch.int32) - b_zp)
-    return requantize(total, a_scale * b_scale / out_scale, *limits)
+    return kit.requantize(total, a_scale * b_scale / out_scale, *limits)
 
 
 def broadcast_shape(a: Tensor, a_scale: float, a_zp: int, b: Tensor, *_: Any) -> Sequence[int]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from qompose_xnnpack.operators.integer_matmul import (
     FLOAT_DEPTH,
-    WeightTable,
+    WEIGHTS,
     check_depth,
     matmul,
     row_sums,
@@ -24,9 +24,9 @@ from qompose_xnnpack.operators.integer_matmul import (
 # Bytes of gathered windows, or of products waiting to be scattered, held at once.
 _BLOCK_BYTES = 64 * 2**20
 
-_window_order = WeightTable(lambda weight: weight.permute(0, 2, 3, 1).flatten(1).clone())
-_tap_order = WeightTable(lambda weight: weight.permute(2, 3, 1, 0).flatten(0, 2).clone())
-_tap_sums = WeightTable(lambda weight: weight.sum(0, dtype=torch.int32))
+_window_order = WEIGHTS.form(lambda weight: weight.permute(0, 2, 3, 1).flatten(1).clone())
+_tap_order = WEIGHTS.form(lambda weight: weight.permute(2, 3, 1, 0).flatten(0, 2).clone())
+_tap_sums = WEIGHTS.form(lambda weight: weight.sum(0, dtype=torch.int32))
 
 
 def conv2d(

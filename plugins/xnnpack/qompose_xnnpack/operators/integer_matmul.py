@@ -8,60 +8,34 @@ whatever instructions the processor has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 # |x| <= 128 and |w| <= 128 give 128 * 128 * 1024 = 2**24: up to there float32 counts in ones.
 _FLOAT_BLOCK = 1024
 # The same for a shifted operand: |x - zp| <= 255.
 FLOAT_DEPTH = 2**24 // (255 * 128)
-# Largest depth whose shifted products cannot leave int32.
-MAX_DEPTH = (2**31 - 1) // (255 * 128)
-
-_Value = TypeVar("_Value")
+MAX_DEPTH = kit.MAX_DEPTH
 
 
-class WeightTable(Generic[_Value]):
-    """Something computed once per weight tensor and dropped with it.
+WEIGHTS = kit.WeightCache()
+"""What is computed once of each weight. It is keyed by tensor object, for which a fresh view will not do."""
 
-    Entries are keyed by the tensor object, held weakly, and rebuilt when the tensor was written in
-    place. ``build`` must not return anything that refers to the weight, or it would never be freed.
-    """
-
-    def __init__(self, build: Callable[[Tensor], _Value]) -> None:
-        self._build = build
-        self._entries: MutableMapping[Tensor, tuple[Any, _Value]] = WeakIdKeyDictionary()
-
-    def __call__(self, weight: Tensor) -> _Value:
-        version = 0 if weight.is_inference() else weight._version
-        stamp = (version, weight.data_ptr(), weight.device)
-        found = self._entries.get(weight)
-        if found is None or found[0] != stamp:
-            found = (stamp, self._build(weight))
-            self._entries[weight] = found
-        return found[1]
-
-    def owners(self) -> frozenset[int]:
-        """Return the ``id`` of each weight that has an entry now."""
-        return frozenset(map(id, self._entries))
-
-
-row_sums = WeightTable(lambda weight: weight.flatten(1).sum(1, dtype=torch.int32))
+row_sums = WEIGHTS.form(lambda weight: weight.flatten(1).sum(1, dtype=torch.int32))
 
 
 @functools.cache
-def group_sums(size: int) -> WeightTable[Tensor]:
-    """Return a table of the sums over every ``size`` columns: ``(N, K)`` -> int32 ``(K / size, N)``."""
+def group_sums(size: int) -> Callable[[Tensor], Tensor]:
+    """Return a cached function of weights ``(N, K)``: sums of ``size`` columns, int32 ``(K / size, N)``."""
 
     def build(weight: Tensor) -> Tensor:
         groups = weight.reshape(weight.shape[0], -1, size)
         return groups.sum(2, dtype=torch.int32).t().contiguous()
 
-    return WeightTable(build)
+    return WEIGHTS.form(build)
 
 
 @functools.cache

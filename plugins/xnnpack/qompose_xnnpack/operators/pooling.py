@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
 from torch.nn import functional
 
-from qompose_xnnpack.operators.requantization import requantize
 from qompose_xnnpack.operators.shapes import per_axis
 
 
@@ -28,7 +28,7 @@ def avg_pool2d(
     (kernel,) = per_axis(2, kernel_size)
     shifted = _shifted_float(x, x_zp, math.prod(kernel))
     total: Tensor = functional.avg_pool2d(shifted, kernel, *geometry)
-    return requantize(total, x_scale / out_scale, out_zp, out_min, out_max)
+    return kit.requantize(total, x_scale / out_scale, out_zp, out_min, out_max)
 
 
 def adaptive_avg_pool2d(
@@ -39,7 +39,7 @@ def adaptive_avg_pool2d(
     shifted = _shifted_float(x, x_zp, x.shape[-1] * x.shape[-2])
     height, width = output_size
     total = functional.adaptive_avg_pool2d(shifted, (height, width))
-    return requantize(total, x_scale / out_scale, *limits)
+    return kit.requantize(total, x_scale / out_scale, *limits)
 
 
 def adaptive_shape(
@@ -61,7 +61,7 @@ def mean(
     if count == 0:
         raise ValueError(f"the mean of input {tuple(x.shape)} over {dim} has no values to average")
     total = _sum(x, dim, keepdim)
-    return requantize(total - count * x_zp, x_scale / (out_scale * count), *limits)
+    return kit.requantize(total - count * x_zp, x_scale / (out_scale * count), *limits)
 
 
 def mean_shape(

@@ -8,18 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from qompose.backend import kit
 from torch import Tensor
-
-
-def requantize(
-    total: Tensor, scale: float | Tensor, out_zp: int, out_min: int, out_max: int
-) -> Tensor:
-    """Return ``clamp(round(total * scale) + out_zp, out_min, out_max)``, contiguous int8.
-
-    ``scale`` is steps of the output per unit of ``total``; a tensor must broadcast against it.
-    """
-    steps = total.to(torch.float32).mul(scale).round_().add_(out_zp)
-    return steps.clamp_(out_min, out_max).to(torch.int8).contiguous()
 
 
 class StaticProduct(NamedTuple):
@@ -50,7 +40,7 @@ class StaticProduct(NamedTuple):
         if self.bias is not None:
             total = total.add_(_int_bias(self.bias, unit, depth).view(along_channels))
         out_scale, *limits = out
-        return requantize(total, (unit / out_scale).view(along_channels), *limits)
+        return kit.requantize(total, (unit / out_scale).view(along_channels), *limits)
 
 
 def _int_bias(bias: Tensor, unit: Tensor, depth: int) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose.conversion import integer_arithmetic as arithmetic
-from qompose.conversion.integer_arithmetic import Grid, Integers
+from qompose.backend import integer_arithmetic as arithmetic
+from qompose.backend.integer_arithmetic import Grid, Integers
 from qompose.spec import qdq
 from torch import Tensor
 
