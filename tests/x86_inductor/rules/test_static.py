@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import qompose
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.toy import Model, randn
+from tests.core.toy import Model, export, randn, sqnr
+from tests.products import x86
 from tests.sampling import at_once
 from tests.x86_inductor.small_models import assert_lowers_right, calls, converted, reasons, rules
 
@@ -166,7 +168,9 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of channels": lambda x: x.mean(-1).unsqueeze(3),
     "views": lambda x: x.view(2, 2, 2, -1).reshape(2, 4, -1, 1).flatten(2).unsqueeze(-1),
     "permutations": lambda x: x.permute(0, 1, 3, 2).transpose(2, 3).contiguous(),
-    "parts": lambda x: x[:, :, 1:4, ::2].select(2, 0).unsqueeze(2).squeeze(2).unsqueeze(3),
+    "parts": lambda x: (
+        x[:, :, 1:6, ::2][:, :, :3][:, :, 1:].select(2, 0).unsqueeze(2).squeeze(2).unsqueeze(3)
+    ),
     "copies": lambda x: F.dropout(x.clone().detach(), 0.5, False).expand(2, 4, *x.shape[2:]),
     "relu": lambda x: torch.relu(x.flatten(2)).unsqueeze(3),
     "clamps": lambda x: F.relu6(F.hardtanh(x.flatten(2), -0.2, 0.3)).clamp(max=0.1).unsqueeze(3),
@@ -220,6 +224,37 @@ def test_patches_behind_a_class_token_stay_in_float() -> None:
     result = converted(Model(embed, **layers), IMAGE)
     assert set(rules(result).values()) == {"conv2d", "linear"}
     assert_lowers_right(result, IMAGE)
+
+
+PARTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "one of three": (lambda x: x[:, 0], False),
+    "a slice of one of three": (lambda x: x[:, :1].flatten(1), False),
+    "one of two": (lambda x: x[:, 1:].select(1, 0), True),
+    "two of three": (lambda x: x[:, :2].flatten(1), True),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_what_keeps_little_of_a_product_is_quantized_behind_it(case: str) -> None:
+    """It has a range of its own there, and a quiet token many steps beside loud ones."""
+    part, shared = PARTS[case]
+    loud = torch.zeros(3, 1) if shared else torch.tensor([[0.0], [30.0], [30.0]])
+    rows, added = randn(64, 3, 8), randn(64, 3, 8, seed=1) * loud
+    layers = {"body": nn.Linear(8, 8), "head": nn.Linear(part(rows)[0].numel(), 3)}
+    model = Model(lambda m, x, y: m.head(part(m.body(x) + y)), **layers)
+    result = converted(model, rows, added)
+    assert bool({"select", "slice"} & {*rules(result).values()}) == shared
+    assert_lowers_right(result, rows, added)
+    with torch.no_grad():
+        assert sqnr(model(rows, added), result(rows, added)) > 30
+
+
+def test_one_of_an_open_number_of_tokens_is_quantized_behind() -> None:
+    layers = {"body": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
+    model = Model(lambda m, x: m.head(m.body(x)[:, -1]), **layers)
+    exported = export(model, ROWS, dynamic_shapes=({1: torch.export.Dim("tokens", max=64)},))
+    prepared = qompose.prepare_pt2e(exported, x86())
+    assert "select" not in rules(prepared).values() and "half of the values" in reasons(prepared)
 
 
 def test_weights_of_sequences_are_stored_once() -> None:

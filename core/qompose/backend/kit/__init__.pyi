@@ -23,6 +23,7 @@ from .guards import (
     first_of as first_of,
     float32 as float32,
     float_types as float_types,
+    keeps_half as keeps_half,
     not_training as not_training,
     one_group as one_group,
     over_dimensions as over_dimensions,

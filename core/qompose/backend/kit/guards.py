@@ -150,6 +150,23 @@ def over_dimensions(match: Match) -> str | None:
     return None
 
 
+def keeps_half(match: Match) -> str | None:
+    """Require that an operator keeps at least half of the values of `self`.
+
+    A class token among patches has a range of its own, by which its reader quantizes it, and little to
+    quantize. Of a size that is open one index is less than half.
+    """
+    before, after = shape_of(match.node("self")), shape_of(match.output)
+    is_open = len(_known(after)) - len(_known(before)) > len(after) - len(before)
+    if is_open or 2 * math.prod(_known(after)) < math.prod(_known(before)):
+        return "it keeps less than half of the values, which have a range of their own behind it"
+    return None
+
+
+def _known(shape: Sequence[Any]) -> list[int]:
+    return [size for size in shape if isinstance(size, int)]
+
+
 def spatial_zero_padding(match: Match) -> str | None:
     """Require a `patterns.PAD` that puts zeros around height and width, and cuts nothing off."""
     pads, value = match.argument("pad", "pad"), match.argument("pad", "value")

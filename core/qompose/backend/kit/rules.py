@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -301,6 +302,7 @@ def move_rules(
     kernels: Callable[[str, Kernel], Kernels] | None = None,
     only: Collection[str] | None = None,
     carries: Collection[str] | None = None,
+    guard: Mapping[str, Sequence[Guard]] = MappingProxyType({}),
 ) -> tuple[Rule, ...]:
     """Return the rules of `MOVES`: the output has the scale of the input, and the operator runs on integers.
 
@@ -310,6 +312,8 @@ def move_rules(
         only: the names of the rules. None: all.
         carries: the names of those that apply only where something quantized reads the output: before an
             operator in float eight bits would cost accuracy for nothing. None: all.
+        guard: further conditions, by the name of a rule. Where products give floats, `keeps_half` is for
+            "select" and "slice".
 
     Raises:
         ConfigError: a kernel is wrong.
@@ -320,7 +324,7 @@ def move_rules(
             *move.patterns,
             accepts=accepts,
             kernels={"torch": move.kernel} if kernels is None else kernels(name, move.kernel),
-            guard=move.guard,
+            guard=(*move.guard, *guard.get(name, ())),
             activation=move.activation,
             condition=move.condition,
             drawing=move.drawing,

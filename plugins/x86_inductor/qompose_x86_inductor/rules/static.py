@@ -131,5 +131,5 @@ STATIC_RULES: tuple[Rule, ...] = (
         kit.one(aten.max_pool1d.default, [3], [2], [1], shape=kit.SEQUENCE),
         guard=(kit.rank("self", 3),),
     ),
-    *kit.move_rules(ACCEPTS),
+    *kit.move_rules(ACCEPTS, guard=dict.fromkeys(("select", "slice"), (kit.keeps_half,))),
 )
