@@ -51,6 +51,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/interop",
             "docs/command-line",
             "docs/write-a-backend",
+            "docs/kit",
             "docs/*",
         ),
     ),

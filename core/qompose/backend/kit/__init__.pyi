@@ -12,6 +12,7 @@ from .configs import (
     INT4 as INT4,
     ConfigFactory as ConfigFactory,
     ConfigOptions as ConfigOptions,
+    accepts as accepts,
     check_booleans as check_booleans,
     check_integers as check_integers,
     named as named,

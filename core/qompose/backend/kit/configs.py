@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from qompose.backend.rule import DYNAMIC, STATIC, WEIGHT_ONLY
+from qompose.backend.rule import DYNAMIC, STATIC, WEIGHT_ONLY, TensorConstraint
 from qompose.errors import ConfigError, near_names
 from qompose.observers.config import (
     DEFAULT_RANGE,
@@ -22,7 +22,7 @@ from qompose.observers.config import (
     weight_spec,
 )
 from qompose.spec.algorithm_choice import SmoothQuant
-from qompose.spec.quantization_spec import QuantizationConfig
+from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpec
 
 Integers: TypeAlias = "tuple[torch.dtype, int, int]"
 """A type and the inclusive bounds of its integers."""
@@ -303,6 +303,23 @@ def check_integers(**options: object) -> None:
     for name, value in options.items():
         if value is not None and type(value) is not int:
             raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+
+def accepts(config: QuantizationConfig) -> dict[str, TensorConstraint]:
+    """Return, for `Rule.accepts`, the constraints of what a configuration gives to each role.
+
+    They admit the same kinds of integers in the same range or a part of it.
+
+    Args:
+        config: whose roles have a specification each, or stay in float.
+    """
+    specs = {
+        "activation": config.input_activation,
+        "weight": config.weight,
+        "output": config.output_activation,
+    }
+    found = {role: s for role, s in specs.items() if isinstance(s, QuantizationSpec)}
+    return {role: TensorConstraint.like(spec) for role, spec in found.items()}
 
 
 def named(*configs: QuantizationConfig) -> dict[str, QuantizationConfig]:

@@ -40,6 +40,7 @@ def product_rule(
     *,
     accepts: Accepts,
     kernels: Kernels | None = None,
+    mode: str = STATIC,
     before: Sequence[Step] = (),
     after: Sequence[Step] = (),
     operator: str = "op",
@@ -59,25 +60,26 @@ def product_rule(
         product: a name in `PRODUCTS`.
         accepts: of the rule.
         kernels: by target; None: the integer reference, in process, until there are better ones.
+        mode: "static", "dynamic" or "weight-only"; the outputs of the last two stay in float.
         before, after: `RELU`, `ADD`, `PAD` and the like.
         operator: what the operator of the product is called.
         shapes, groups: of the example (`fused`).
         guard: further conditions.
         max_depth: the most products in a sum; None: any number. Weight-only rules have no limit.
-        fields: of the rule: `name` and `drawing`, which are made of the steps; `modes`, `output`,
-            `integer_bias`; `channels`, None for products whose channels cannot be balanced.
+        fields: of the rule: `name` and `drawing`, which are made of the steps; `output`, `integer_bias`;
+            `channels`, None for products whose channels cannot be balanced.
 
     Raises:
         ConfigError: there is no such product, or a field is wrong.
     """
     steps, transposed = (*before, *after), "transpose" in product
-    weight_only = fields.get("modes") == frozenset({WEIGHT_ONLY})
+    weight_only, output = mode == WEIGHT_ONLY, fields.get("output", mode == STATIC)
     kept = (
         guard if max_depth is None or weight_only else (guards.depth(max_depth, operator), *guard)
     )
     operands = [s.operand for s in steps if s.operand is not None and s.is_quantized]
     standard: dict[str, Any] = {
-        "name": "_".join((*_names(before), product, *_names(after))),
+        "name": "_".join((*_names(before), *_named(product, mode), *_names(after))),
         "drawing": _drawing(product, before, after),
         "patterns": fused(
             operator, product, before=before, after=after, shapes=shapes, groups=groups
@@ -86,21 +88,24 @@ def product_rule(
         "activations": ("input", *operands),
         "weight": "weight",
         "bias": "bias",
-        "channels": _channels(product, after, output=fields.get("output", True)),
+        "channels": _channels(product, after, output=output),
+        "output": output,
+        "modes": frozenset({mode}),
         "layout": {"weight": {"ch_axis": 1}} if transposed else {},
         "accepts": _across(accepts) if transposed else accepts,
         "guard": (*_asked(product, operator, steps, weight_only=weight_only), *kept),
-        "kernels": _usual_kernels(fields) if kernels is None else kernels,
+        "kernels": _usual_kernels(mode) if kernels is None else kernels,
     }
     return Rule(**{**standard, **fields})
 
 
-def _usual_kernels(fields: Mapping[str, Any]) -> Kernels:
+def _usual_kernels(mode: str) -> Kernels:
     """Return the integer reference in process; weights alone have none."""
-    modes = fields.get("modes", frozenset({STATIC}))
-    if modes == frozenset({WEIGHT_ONLY}):
-        return {}
-    return {"torch": reference_kernel(float_output=STATIC not in modes)}
+    return {} if mode == WEIGHT_ONLY else {"torch": reference_kernel(float_output=mode != STATIC)}
+
+
+def _named(product: str, mode: str) -> list[str]:
+    return [product] if mode == STATIC else [product, mode.replace("-", "_")]
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -179,7 +184,7 @@ def unary_rule(
         activations=(activation,),
         accepts=accepts,
         guard=(guards.float32, *guard),
-        kernels=_usual_kernels(fields) if kernels is None else kernels,
+        kernels=_usual_kernels(STATIC) if kernels is None else kernels,
         **{**standard, **fields},
     )
 
@@ -215,7 +220,7 @@ def binary_rule(
         activations=("self", "other"),
         accepts=accepts,
         guard=(guards.float32, guards.without_alpha(), *guard),
-        kernels=_usual_kernels(fields) if kernels is None else kernels,
+        kernels=_usual_kernels(STATIC) if kernels is None else kernels,
         **{**standard, **fields},
     )
 

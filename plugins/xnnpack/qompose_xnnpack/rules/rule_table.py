@@ -100,14 +100,12 @@ def _float_kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
     return Kernel(f"qompose_xnnpack.{name}", emit, float_output=True)
 
 
-def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str = "") -> Rule:
+def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, **name: Any) -> Rule:
     image = operator != "linear"
     layout: dict[str, Any] = {"activation": _BY_IMAGE} if image else {}
     return kit.product_rule(
         operator,
-        name=name or f"{operator}_dynamic",
-        output=False,
-        modes=frozenset({"dynamic"}),
+        mode="dynamic",
         layout={**layout, **_ACROSS} if "transpose" in operator else layout,
         accepts=dynamic(weight, dims=3 if image else 1),
         guard=extra,
@@ -119,14 +117,13 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str =
                 float_output=True,
             ),
         },
+        **name,
     )
 
 
 _WEIGHT_ONLY = kit.product_rule(
     "linear",
-    name="linear_weight_only",
-    output=False,
-    modes=frozenset({"weight-only"}),
+    mode="weight-only",
     accepts={"weight": replace(WEIGHT, blocks=True)},
     guard=(kit.float32,),
     kernels={

@@ -12,7 +12,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose import RuleQuantizer
-from qompose.backend import Kernel, NotLowerable, Region, Rule, TensorConstraint, kit
+from qompose.backend import Kernel, NotLowerable, Region, Rule, kit
 from qompose.errors import QomposeWarning
 from torch import Tensor, nn
 from torch.fx import Node
@@ -23,11 +23,7 @@ aten = torch.ops.aten
 MAKE = kit.ConfigFactory(group_sizes=(32,))
 STATIC = MAKE(algorithms=(), balance=False, range="minmax")
 DYNAMIC, BY_TOKEN = MAKE(is_dynamic=True), MAKE(is_dynamic=True, per_token=True)
-ACCEPTS = {
-    "activation": TensorConstraint.like(STATIC.input_activation),  # type: ignore[arg-type]
-    "weight": TensorConstraint.like(STATIC.weight),  # type: ignore[arg-type]
-    "output": TensorConstraint.like(STATIC.output_activation),  # type: ignore[arg-type]
-}
+ACCEPTS = kit.accepts(STATIC)
 IMAGE, ROWS = randn(2, 4, 9, 8), randn(3, 5, 8)
 
 
@@ -130,12 +126,8 @@ def test_padding_becomes_part_of_a_convolution() -> None:
 @pytest.mark.parametrize("product", ["linear", "conv2d"])
 def test_scales_at_run_time(product: str, config: Any) -> None:
     module, x = layer(product)
-    accepts = {
-        "activation": TensorConstraint.like(config.input_activation),
-        "weight": ACCEPTS["weight"],
-    }
-    fields: dict[str, Any] = {"modes": frozenset({"dynamic"}), "output": False}
-    rule = kit.product_rule(product, accepts=accepts, **fields)
+    rule = kit.product_rule(product, mode="dynamic", accepts=kit.accepts(config))
+    assert rule.name == f"{product}_dynamic"
     refused = product == "conv2d" and config is BY_TOKEN
     # A scale for each row of pixels is no scale of a sum.
     with pytest.warns(QomposeWarning, match="more than one scale") if refused else nullcontext():
@@ -192,19 +184,13 @@ def test_what_has_no_reference_says_so() -> None:
     with pytest.warns(QomposeWarning, match=r"aten.mean.dim has no integer reference"):
         made(*rules, function=lambda m, x: m.layer(x).mean((2, 3)), x=x, layer=module)
     weights = MAKE(weight_only=True)
-    alone = kit.product_rule(
-        "linear",
-        accepts={"weight": ACCEPTS["weight"]},
-        modes=frozenset({"weight-only"}),
-        output=False,
-    )
+    alone = kit.product_rule("linear", mode="weight-only", accepts=kit.accepts(weights))
     assert alone.kernels == {}
     module, x = layer("linear")
     alone = kit.product_rule(
         "linear",
-        accepts={"weight": ACCEPTS["weight"]},
-        modes=frozenset({"weight-only"}),
-        output=False,
+        mode="weight-only",
+        accepts=kit.accepts(weights),
         kernels={"torch": kit.reference_kernel(float_output=True)},
     )
     with pytest.warns(QomposeWarning, match="the activation is float"):
