@@ -54,13 +54,16 @@ class QuantizedModel:
         *,
         path: str | PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
+        native_code: bool | None = None,
     ) -> CompiledModel:
         """Compile the lowered model, in this process or to a package: `compile_lowered` of `model`.
 
         Raises:
             UserError: and its kinds, as `compile_lowered` raises them.
         """
-        self.compiled[mode] = compile_lowered(self.model, mode, path=path, options=options)
+        self.compiled[mode] = compile_lowered(
+            self.model, mode, path=path, options=options, native_code=native_code
+        )
         return self.compiled[mode]
 
     def export(self, path: str | PathLike[str]) -> None:

@@ -153,6 +153,14 @@ class Backend:
         """
         return {}
 
+    def without_native_code(self) -> Backend | None:
+        """Return this backend without the C++ that its `compiler_options` bring; None: they bring none.
+
+        `for_compiler` and `compiler_options` of the result use operators of torch alone. They count where a
+        user asks for it (`qompose.compile_lowered`), or where the C++ does not compile.
+        """
+        return None
+
     def quantization_capabilities(self) -> Capabilities:
         """Return what this backend can do, a row per pattern and named configuration."""
         return capability_rows(self)

@@ -188,9 +188,17 @@ def refused(error: Exception) -> CompilationError:
     """Return the error to raise for one of torch's compiler."""
     inner = getattr(error, "inner_exception", None) or error
     return CompilationError(
-        f"torch cannot compile this model: {type(inner).__name__}: {first_line(inner)} "
+        f"torch cannot compile this model: {type(inner).__name__}: {reason_of(inner)} "
         "The lowered model runs without compilation."
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error or its cause says: the compiler's first complaint, else the first line."""
+    chain = [error, *filter(None, (error.__cause__,))]
+    lines = (line.strip() for each in chain for line in str(each).splitlines())
+    complaint = next((line for line in lines if " error: " in line), "")
+    return f"{complaint.rstrip('.')}." if complaint else first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Final, final, overload
 import torch._inductor
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
@@ -36,6 +37,7 @@ from qompose.errors import (
 )
 from qompose.files import destination
 from qompose.lowering.aoti_package import SUFFIX, first_line, refused, write_package
+from qompose.lowering.native_code import with_or_without
 from qompose.plan.methods import ONLY, check_methods, in_method
 from qompose.plan.plan import Record, record_of
 from qompose.program.aliasing import written_buffers
@@ -109,6 +111,7 @@ def compile_lowered(
     *,
     path: str | PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    native_code: bool | None = None,
 ) -> CompiledModel: ...
 
 
@@ -119,6 +122,7 @@ def compile_lowered(
     *,
     path: None = None,
     options: Mapping[str, Any] | None = None,
+    native_code: bool | None = None,
 ) -> dict[str, CompiledModel]: ...
 
 
@@ -128,6 +132,7 @@ def compile_lowered(
     *,
     path: str | PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    native_code: bool | None = None,
 ) -> CompiledModel | dict[str, CompiledModel]:
     """Compile what `lower` made for the target "torch", now, with the shapes that the program records.
 
@@ -150,6 +155,9 @@ def compile_lowered(
             that exists is replaced at once, or left as it is where compiling fails.
         options: of torch's compiler, by name, as `torch.compile` takes them; they count before those
             that backends ask for (`Backend.compiler_options`).
+        native_code: False compiles without the C++ that backends bring for their operators. None: with it,
+            unless the environment says QOMPOSE_NATIVE_CODE=0. Where it does not compile, a `QomposeWarning`
+            says why, and the program runs on torch's operators.
 
     Raises:
         StageError: the model was not lowered.
@@ -169,7 +177,8 @@ def compile_lowered(
                 f"this method writes to state that it shares with the methods {', '.join(record.methods)}: "
                 "compile them together, as in compile_lowered(lowered) of what lower returned"
             )
-        return _compiled_model(lowered, mode, file, options, _own_state({ONLY: lowered}))
+        state = _own_state({ONLY: lowered})
+        return _compiled_model(lowered, mode, file, options, state, native_code)
     check_methods(lowered, "compile_lowered")
     if mode == PACKAGE:
         raise TargetError(
@@ -182,7 +191,7 @@ def compile_lowered(
     compiled = {}
     for name, method in lowered.items():
         with in_method(name):
-            compiled[name] = _compiled_model(method, mode, None, options, state)
+            compiled[name] = _compiled_model(method, mode, None, options, state, native_code)
     return compiled
 
 
@@ -217,11 +226,27 @@ def _compiled_model(
     file: Path | None,
     options: Mapping[str, Any] | None,
     state: Mapping[str, Tensor],
+    native_code: bool | None,
 ) -> CompiledModel:
     """Compile one lowered model, which writes to `state`, by path."""
     record = _lowered_record(lowered)
-    backends = _taking_part(record)
     _check_toolchain()
+
+    def attempt(backends: Mapping[str, Backend]) -> CompiledModel:
+        return _with_backends(lowered, record, mode, file, options, state, backends)
+
+    return with_or_without(attempt, _taking_part(record), native_code)
+
+
+def _with_backends(
+    lowered: GraphModule,
+    record: Record,
+    mode: str,
+    file: Path | None,
+    options: Mapping[str, Any] | None,
+    state: Mapping[str, Tensor],
+    backends: Mapping[str, Backend],
+) -> CompiledModel:
     settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     graph = _for_compilers(lowered, backends, state)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
@@ -374,7 +399,7 @@ def _compiled(
         try:
             call(*signature.args, **signature.kwargs)
         except Exception as error:
-            if _runs(graph, signature):
+            if _does_not_compile(error) or _runs(graph, signature):
                 raise refused(error) from error
     return call
 
@@ -402,6 +427,10 @@ def _state_kept(graph: GraphModule) -> Iterator[None]:
         with torch.no_grad():
             for path, value in before.items():
                 get_attribute(graph, path).copy_(value)
+
+
+def _does_not_compile(error: Exception) -> bool:
+    return isinstance(getattr(error, "inner_exception", error), CppCompileError)
 
 
 def _runs(graph: GraphModule, signature: CallSignature) -> bool:

@@ -17,6 +17,7 @@ from qompose_x86_inductor import configs, machine_requirements
 from qompose_x86_inductor.inductor import gemm_template, native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.inductor.late_operators import LATE_OPERATORS
+from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.rules import RULES
 from qompose_x86_inductor.rules.float_operators import LEFT_IN_FLOAT
 
@@ -34,18 +35,24 @@ class X86InductorBackend(Backend):
     rewrites = ("split_cells", "fold_weight", "product_to_linear")
     left_in_float = LEFT_IN_FLOAT
 
-    def __init__(self) -> None:
+    def __init__(self, *, native_code: bool = True) -> None:
+        self._native_code = native_code
         self.configs = configs.named()
         self.quantizer_class = X86InductorQuantizer
 
     def for_compiler(self, graph: GraphModule) -> GraphModule:
-        return with_prepack_in_graph(graph)
+        with vnni.used_if(self._native_code):
+            return with_prepack_in_graph(graph)
 
     def late_operators(self) -> LateOperators:
         return LATE_OPERATORS
 
     def compiler_options(self, graph: GraphModule) -> Mapping[str, Any]:
-        return {**gemm_template.options(graph), **native_calls.options(graph)}
+        with vnni.used_if(self._native_code):
+            return {**gemm_template.options(graph), **native_calls.options(graph)}
+
+    def without_native_code(self) -> X86InductorBackend | None:
+        return X86InductorBackend(native_code=False) if vnni.available() else None
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
         return machine_requirements.requirements(uses)

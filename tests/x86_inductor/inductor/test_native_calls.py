@@ -12,10 +12,13 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
+from qompose_x86_inductor.backend import X86InductorBackend
 from qompose_x86_inductor.inductor import native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.onednn.arguments import Output, Product, ProductCall, Summand
+from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -137,12 +140,12 @@ def test_what_code_of_ours_is_not_for_is_onednns(tmp_path: Path) -> None:
 def test_processors(features: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     known = {**torch.cpu.get_capabilities(), **features}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    assert not vnni.available.__wrapped__()
+    assert not vnni.fits_machine.__wrapped__()
 
 
 def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exactness, "vnni_exact", lambda: False)
-    assert not vnni.available.__wrapped__()
+    assert not vnni.fits_machine.__wrapped__()
 
 
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
@@ -188,3 +191,84 @@ def test_a_float_that_is_not_finite_stays_so() -> None:
     compiled = qompose.compile_lowered(model)
     assert model(make(2)).isnan().all()
     assert compiled(make(2)).isnan().all()
+
+
+def small() -> GraphModule:
+    return lowered(nn.Sequential(nn.Linear(26, 8), nn.ReLU(), nn.Linear(8, 4)), image)
+
+
+@pytest.mark.parametrize("mode", ["default", pytest.param("package", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {vnni.PRODUCT: ["AOTITorchError aoti_torch_cpu_vnni_product(int, wrong)"]},
+        pytest.param({vnni.PRODUCT: ["this is not C++"]}, marks=pytest.mark.full),
+    ],
+    ids=["another signature", "not C++"],
+)
+def test_code_that_does_not_compile_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, broken: dict[Any, list[str]], mode: str
+) -> None:
+    monkeypatch.setattr(vnni, "shims", lambda: broken)
+    model = small()
+    with pytest.warns(qompose.QomposeWarning, match=r"error: .*QOMPOSE_NATIVE_CODE=0") as said:
+        compiled = qompose.compile_lowered(model, mode)
+    assert len(said) == 1
+    assert_same(compiled, model, image)
+
+
+@pytest.mark.full
+def test_an_option_that_torch_has_not_got_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_calls, "_OPTION", "aot_inductor.code_of_our_own")
+    model = small()
+    with pytest.warns(qompose.QomposeWarning, match="code_of_our_own"):
+        compiled = qompose.compile_lowered(model)
+    assert_same(compiled, model, image)
+
+
+def test_a_backend_without_it_leaves_products_to_onednn() -> None:
+    plain = X86InductorBackend().without_native_code()
+    assert plain is not None
+    graph = small()
+    assert not native_calls.options(graph).keys() & plain.compiler_options(graph).keys()
+    assert not any(vnni.PRODUCT in node.args for node in plain.for_compiler(graph).graph.nodes)
+    with vnni.used_if(False):
+        assert X86InductorBackend().without_native_code() is None
+
+
+def test_it_is_off_for_one_thread_and_one_call() -> None:
+    with vnni.used_if(False):
+        assert not vnni.available()
+        with vnni.used_if(True):
+            assert not vnni.available()
+    assert vnni.available()
+
+
+@pytest.mark.parametrize("post_op", [*POST_OPS, "mish"])
+def test_a_function_that_it_has_not_got_is_left_to_onednn(post_op: str) -> None:
+    """It must not be left out."""
+    call = a_call(Output(post_op=post_op, args=(0.1, 0.2)))
+    assert native_calls.applies(call, torch.ones(3, 4).char()) == (post_op != "mish")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
+def test_types_that_it_has_not_got_are_left_to_onednn(dtype: torch.dtype) -> None:
+    weight, call = torch.ones(3, 4).char(), a_call(Output())
+    summand = Summand(a_node(torch.ones(2, 3, dtype=dtype)))
+    assert native_calls.applies(call, weight)
+    assert not native_calls.applies(call._replace(summand=summand), weight)
+    assert not native_calls.applies(call._replace(out=Output(dtype=dtype)), weight)
+
+
+def a_node(value: Tensor) -> Any:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["val"] = value
+    return node
+
+
+def a_call(out: Output) -> ProductCall:
+    x: Any = a_node(torch.ones(2, 4, dtype=torch.uint8))
+    weight = torch.ones(3, 4).char()
+    return ProductCall("linear", Product(x, 1.0, 0, weight, torch.ones(3), None), out)

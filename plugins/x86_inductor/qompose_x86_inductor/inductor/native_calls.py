@@ -33,6 +33,9 @@ PRODUCTS: Final = {
 }
 """By operator, the name of an int8 product."""
 
+_OPTION: Final = "aot_inductor.custom_ops_to_c_shims"
+_BOUNDS: Final = ("relu", "hardtanh")
+"""Post-ops that bound values, as results in integers are bounded anyway."""
 _QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
@@ -40,7 +43,9 @@ def applies(call: ProductCall, weight: Tensor) -> bool:
     """Return whether our C++ computes a product, whose arguments are nodes, by a weight."""
     summand = call.summand
     values = (call.product.x,) if summand is None else (call.product.x, summand.tensor)
-    if not vnni.available() or any(_dtype(value) is None for value in values):
+    if not vnni.available() or any(_dtype(value) not in KINDS for value in values):
+        return False
+    if (call.out.dtype or torch.float32) not in KINDS or _function(call.out) is None:
         return False
     return call.geometry.groups == 1 or (_is_depthwise(call, weight) and summand is None)
 
@@ -118,7 +123,7 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     from torch._inductor.cpp_builder import is_gcc
 
     shims = {**vnni.shims(), vnni_attention.ATTENTION: [vnni_attention.DECLARATION]}
-    found = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": shims}
+    found = {"cpp_wrapper": True, _OPTION: shims}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
 
@@ -161,9 +166,8 @@ def _unsigned(x: Tensor) -> Tensor:
 def _described(call: ProductCall, weight: Tensor) -> tuple[int, Sizes, Ends]:
     """Return the number of the post-op among `FUNCTIONS`, and the numbers that the operators read."""
     out, summand = call.out, call.summand
-    algorithm = out.algorithm if out.post_op == "gelu" else "none"
-    known = (out.post_op, algorithm)
-    function = FUNCTIONS.index(known) if known in FUNCTIONS else 0
+    function = _function(out)
+    assert function is not None  # it applies
     out_dtype = out.dtype or torch.float32
     shift = 128 if _dtype(call.product.x) == torch.int8 else 0
     sizes = Sizes(
@@ -187,6 +191,15 @@ def _described(call: ProductCall, weight: Tensor) -> tuple[int, Sizes, Ends]:
         high=high,
     )
     return function, sizes, ends
+
+
+def _function(out: Output) -> int | None:
+    """Return the number of a post-op among `FUNCTIONS`, None for one that the C++ has not got."""
+    if out.post_op in _BOUNDS:
+        return 0
+    algorithm = out.algorithm if out.post_op == "gelu" else "none"
+    known = (out.post_op, algorithm)
+    return FUNCTIONS.index(known) if known in FUNCTIONS else None
 
 
 def _pair(sizes: Any) -> tuple[int, int]:

@@ -10,8 +10,8 @@
 
 namespace qompose_x86 {
 
-enum Size : int { OUT_CHANNELS, KH, KW, SH, SW, PH, PW, DH, DW, X_ZP, FUNCTION, ZP, KIND };
-enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, PER_STEP, LOW, HIGH };
+enum Size : int { OUT_CHANNELS, KH, KW, SH, SW, PH, PW, DH, DW, X_ZP, FUNCTION, ZP, KIND, SIZES };
+enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, PER_STEP, LOW, HIGH, ENDS };
 
 struct Constants {
   const int8_t* weight;

@@ -134,7 +134,9 @@ class Result {
 
 inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHandle weight,
                              AtenTensorHandle start, AtenTensorHandle scale, AtenTensorHandle bias,
-                             AtenTensorHandle* other, const int64_t* s, const double* e) {
+                             AtenTensorHandle* other, const int64_t* s, int64_t size_count, const double* e,
+                             int64_t end_count) {
+  require(size_count == SIZES && end_count == ENDS, "another version of the lists of numbers");
   require(kind_of(x) == UINT8, "x is not uint8");
   const Image image = image_of(data_of<uint8_t>(x), sizes_of(x), s);
   const int64_t channels = s[OUT_CHANNELS], unit = by_channel ? CHANNELS : 16,
@@ -170,14 +172,15 @@ inline AtenTensorHandle call_planes(AtenTensorHandle x, double scale, int64_t zp
 
 }  // namespace qompose_x86
 
-#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                   \
-  extern "C" inline AOTITorchError aoti_torch_cpu_##NAME(                                                \
-      AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, AtenTensorHandle scale,       \
-      AtenTensorHandle bias, AtenTensorHandle* other, const int64_t* sizes, int64_t, const double* ends, \
-      int64_t, AtenTensorHandle* result) {                                                               \
-    return qompose_x86::without_exceptions(#NAME, [&] {                                                  \
-      *result = qompose_x86::call(BY_CHANNEL, x, weight, start, scale, bias, other, sizes, ends);        \
-    });                                                                                                  \
+#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                       \
+  extern "C" inline AOTITorchError aoti_torch_cpu_##NAME(                                                    \
+      AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, AtenTensorHandle scale,           \
+      AtenTensorHandle bias, AtenTensorHandle* other, const int64_t* sizes, int64_t size_count,              \
+      const double* ends, int64_t end_count, AtenTensorHandle* result) {                                     \
+    return qompose_x86::without_exceptions(#NAME, [&] {                                                      \
+      *result = qompose_x86::call(BY_CHANNEL, x, weight, start, scale, bias, other, sizes, size_count, ends, \
+                                  end_count);                                                                \
+    });                                                                                                      \
   }
 
 QOMPOSE_SHIM(vnni_product, false)

@@ -21,6 +21,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,8 +47,26 @@ FUNCTIONS: Final = (
 )  # fmt: skip
 
 
-@functools.cache
+_used: Final = ContextVar("used", default=True)
+
+
 def available() -> bool:
+    """Return whether compiled programs may use the C++: it is for this machine, and not turned off."""
+    return _used.get() and fits_machine()
+
+
+@contextmanager
+def used_if(wanted: bool) -> Iterator[None]:
+    """Turn the C++ off in this thread, unless it is wanted."""
+    token = _used.set(wanted and _used.get())
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+@functools.cache
+def fits_machine() -> bool:
     """Return whether the C++ is for this machine: it has AVX-512 and VNNI, may use them, and no AMX."""
     from torch._inductor.cpu_vec_isa import VecAVX512, pick_vec_isa
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ that backends bring for their operators: whether it is compiled, and what runs where it is not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
+from qompose.backend.interface import Backend
+from qompose.errors import QomposeWarning, UserError, blaming
+from qompose.lowering.aoti_package import reason_of
+
+VARIABLE: Final = "QOMPOSE_NATIVE_CODE"
+"""The environment variable that turns it off ("0")."""
+
+_Result = TypeVar("_Result")
+
+
+def with_or_without(
+    compile: Callable[[Mapping[str, Backend]], _Result],
+    backends: Mapping[str, Backend],
+    native_code: bool | None,
+) -> _Result:
+    """Return what `compile` returns, with C++ of the backends' own where it is wanted and compiles.
+
+    Whatever goes wrong with it, the program is compiled once more without; a `QomposeWarning` says why.
+
+    Args:
+        native_code: whether it is wanted; None: unless the environment says QOMPOSE_NATIVE_CODE=0.
+
+    Raises:
+        UserError: `native_code` or the variable has another value.
+    """
+    plain = _without(backends)
+    concerned = [owner for owner, backend in backends.items() if plain[owner] is not backend]
+    if not _is_wanted(native_code) or not concerned:
+        return compile(plain)
+    try:
+        return compile(backends)
+    except Exception as error:
+        result = compile(plain)
+        warnings.warn(
+            f"C++ of {', '.join(concerned)} cannot be compiled into this program, which runs on torch's "
+            f"operators instead: {reason_of(error)} native_code=False, or {VARIABLE}=0 in the environment, "
+            "compiles without it at once.",
+            QomposeWarning,
+            stacklevel=4,
+        )
+        return result
+
+
+def _is_wanted(native_code: bool | None) -> bool:
+    if native_code is not None:
+        if not isinstance(native_code, bool):
+            raise UserError(f"native_code must be None, True or False, got {native_code!r}")
+        return native_code
+    value = os.environ.get(VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise UserError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _without(backends: Mapping[str, Backend]) -> dict[str, Backend]:
+    found = {}
+    for owner, backend in backends.items():
+        with blaming(f"backend {owner!r}: without_native_code"):
+            found[owner] = backend.without_native_code() or backend
+    return found
