@@ -18,6 +18,7 @@ __all__ = [
     "CalibrationError",
     "CompilationError",
     "ConfigError",
+    "ContestedRegionError",
     "ExcludedBackendError",
     "InputError",
     "InternalError",
@@ -39,6 +40,7 @@ __all__ = [
     "TargetError",
     "TuningError",
     "UncalibratedError",
+    "UnlearnedError",
     "UserError",
 ]
 
@@ -171,6 +173,20 @@ class UncalibratedError(UserError):
             f"{len(tensors)} observed tensors never saw data:\n{listed}\n"
             "Run qompose.calibrate(prepared, batches), or a plain `prepared(*inputs)` loop, before "
             "convert_pt2e; or pass allow_uncalibrated=True to leave those regions in float."
+        )
+
+
+class UnlearnedError(UserError):
+    """Algorithms that learn from calibration data had none; `products` has how many wait, by word."""
+
+    def __init__(self, products: Mapping[str, int]) -> None:
+        self.products = dict(products)
+        listed = ", ".join(f"{word} of {number} products" for word, number in products.items())
+        super().__init__(
+            f"{listed} learns from data, one part of the program after another: call "
+            "qompose.calibrate(prepared, batches) before convert_pt2e. Running the model on each batch is "
+            "not enough, nor are statistics that were merged, or taken without it; or pass "
+            "allow_uncalibrated=True, which rounds to nearest."
         )
 
 

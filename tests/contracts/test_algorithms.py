@@ -29,5 +29,9 @@ class TestGPTQ(AlgorithmContract):
     algorithm = "gptq"
 
 
+class TestSequentialGPTQ(AlgorithmContract):
+    algorithm = "gptq_sequential"
+
+
 class TestBiasCorrection(AlgorithmContract):
     algorithm = "bias_correction"

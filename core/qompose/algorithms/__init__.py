@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from qompose.algorithms.awq import AWQ
 from qompose.algorithms.bias_correction import BiasCorrection
+from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Divided
 from qompose.algorithms.channel_scaling import ChannelScaling
@@ -22,8 +23,10 @@ from qompose.algorithms.products import (
     change_products,
     columns_of,
     moments_read,
+    noted,
     product_node,
     set_integers,
+    set_scales,
     weight_group,
     weight_of,
 )
@@ -35,7 +38,9 @@ from qompose.spec.claim import Claim
 from qompose.spec.qdq import for_each_value
 
 __all__ = [
+    "GPTQ",
     "Algorithm",
+    "Block",
     "Calibrated",
     "Divided",
     "InputMoments",
@@ -50,8 +55,10 @@ __all__ = [
     "for_each_value",
     "load_algorithm",
     "moments_read",
+    "noted",
     "product_node",
     "set_integers",
+    "set_scales",
     "weight_group",
     "weight_of",
 ]
@@ -63,6 +70,7 @@ OWN: tuple[Algorithm, ...] = (
     AWQ(),
     ScaleSearch(),
     GPTQ(),
+    GPTQ(sequential=True),
     BiasCorrection(),
 )
 """qompose's, in the order in which stages ask them; those of other packages come after GPTQ."""
@@ -81,6 +89,6 @@ def algorithms_of(claims: Iterable[Claim]) -> Algorithms:
     for choice in choices:
         if isinstance(choice, str) and choice not in ALGORITHM_WORDS:
             choice = load_algorithm(choice)
-        if isinstance(choice, Algorithm) and choice not in others:
+        if isinstance(choice, Algorithm) and choice not in (*OWN, *others):
             others.append(choice)
     return Algorithms((*OWN[:-1], *others, OWN[-1]))

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, Part
 from qompose.algorithms.products import (
     NOTHING,
     InputMoments,
@@ -43,6 +44,7 @@ from qompose.algorithms.products import (
     columns_of,
     moments_asked,
     moments_read,
+    noted,
     reader_of,
     rows_read,
     set_integers,
@@ -51,7 +53,7 @@ from qompose.algorithms.products import (
 )
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
-from qompose.spec.algorithm_choice import GPTQ as WORD
+from qompose.spec.algorithm_choice import GPTQ as WORD, GPTQ_SEQUENTIAL as SEQUENTIAL
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
 
@@ -83,18 +85,42 @@ _OF_ROWS = (_Form(0.5, near=True),)
 _OF_MOMENTS = tuple(_Form(believed, near=False) for believed in (0.5, 0.9, 0.97))
 
 
+@dataclass(frozen=True)
 class GPTQ(Algorithm):
-    """Rounds the weights of products whose claims ask for it."""
+    """Rounds the weights of products whose claims ask for it.
 
-    word = WORD
+    Args:
+        sequential: round one product after another, each by the inputs that the quantized program gives it
+            with all weights in front of it rounded (`qompose.calibrate`). Its word is "gptq_sequential".
+    """
+
+    sequential: bool = False
+
+    @property
+    def word(self) -> str:  # type: ignore[override]
+        """Return by which word configurations ask for it."""
+        return SEQUENTIAL if self.sequential else WORD
+
+    def __str__(self) -> str:
+        return self.word
 
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
-        return moments_asked(self, claims, nodes)
+        if not self.sequential:
+            yield from moments_asked(self, claims, nodes)
+
+    def learns(self, claim: Claim) -> Part | None:
+        return "product" if self.sequential else None
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        for product in block.products:
+            with noted(found, self, product) as effect:
+                effect.append(self._round_by(found, product, block.moments(product)))
 
     def correct(self, found: Calibrated) -> None:
-        change_products(found, self, partial(self._round, found))
+        if not self.sequential:
+            change_products(found, self, partial(self._round, found))
 
     def _round(self, found: Calibrated, product: Operands, claim: Claim) -> str:
         """Decide on the integers of a product's weight, and say what they gain.
@@ -102,16 +128,23 @@ class GPTQ(Algorithm):
         Raises:
             NotChanged: those next to its values stay.
         """
+        if self.is_asked(claim):
+            return self._round_by(found, product, moments_read(found, product))
+        inputs = rows_read(found, product, reader_of(found, product))
+        return self._round_by(found, product, inputs)
+
+    def _round_by(self, found: Calibrated, product: Operands, inputs: Inputs) -> str:
         _, q = weight_group(found, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
-        reader = reader_of(found, product)
-        inputs, forms, together = _inputs(found, product, reader, by_moments=self.is_asked(claim))
+        by_moments = isinstance(inputs, InputMoments)
+        forms = _OF_MOMENTS if by_moments else _OF_ROWS
+        together = by_moments and columns_of(product)[0].window is not None
         if inputs.channels == 1:
             raise NotChanged(
                 "each of its outputs reads one value, and there is no other to make up"
             )
-        rounding = _Rounding.of(reader, q, together=together)
+        rounding = _Rounding.of(reader_of(found, product), q, together=together)
         first, second = inputs.halves()
         form, gain = rounding.some().best_form(forms, first, second)
         if not gain >= _NEEDED:  # NaN neither
@@ -126,16 +159,6 @@ class GPTQ(Algorithm):
 
 def _few(inputs: Inputs) -> str:
     return f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
-
-
-def _inputs(
-    found: Calibrated, product: Operands, reader: Reader, *, by_moments: bool
-) -> tuple[Inputs, Sequence[_Form], bool]:
-    """Return what is known of a product's input, the forms to try, and whether taps are rounded together."""
-    if by_moments:
-        columns, _ = columns_of(product)
-        return moments_read(found, product), _OF_MOMENTS, columns.window is not None
-    return rows_read(found, product, reader), _OF_ROWS, False
 
 
 @dataclass(frozen=True)
@@ -197,7 +220,11 @@ class _Rounding:
         return inputs.error((integers - self.zero_point) * self.step - self.weight)
 
     def rounded(self, inputs: Sequence[Inputs], form: _Form) -> Sequence[Tensor]:
-        """Return integers by each of the inputs, as floats, in the shape of the weight.
+        """Return integers by each of the inputs, as floats, in the shape of the weight."""
+        return [found.round_() for found in self.positions(inputs, form)]
+
+    def positions(self, inputs: Sequence[Inputs], form: _Form) -> Sequence[Tensor]:
+        """Return by each of the inputs where each value is, in steps, when it is rounded.
 
         All are rounded side by side: what takes time is the number of columns.
         """
@@ -206,23 +233,25 @@ class _Rounding:
         parts = []
         for columns in _together(inputs[0].channels):
             moments = torch.cat([known.moments(columns) for known in inputs])
-            parts.append(_rounded([v[:, columns] for v in values], moments, self.q, form))
+            parts.append(_positions([v[:, columns] for v in values], moments, self.q, form))
         return torch.cat(parts, dim=1).transpose(1, 2).chunk(len(inputs))
 
-    def integers(self, inputs: Inputs, form: _Form) -> Tensor:
-        """Return the integers in the shape of the parameter."""
+    def as_parameter(self, found: Tensor) -> Tensor:
+        """Return values in the shape of the weight in that of the parameter."""
         assert self.reader.weight is not None
-        result = torch.empty(
-            self.reader.weight.shape, dtype=self.q.dtype, device=self.weight.device
-        )
+        result = torch.empty(self.reader.weight.shape, device=self.weight.device)
         groups, outputs, channels, taps = self.shape
-        (found,) = self.rounded((inputs,), form)
         if self.together:
             found = found.reshape(self.shape)
         else:
             found = found.reshape(groups, outputs, taps, channels).transpose(2, 3)
         taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
         return result
+
+    def integers(self, inputs: Inputs, form: _Form) -> Tensor:
+        """Return the integers in the shape of the parameter."""
+        (found,) = self.rounded((inputs,), form)
+        return self.as_parameter(found).to(self.q.dtype)
 
 
 def _together(columns: int) -> list[slice]:
@@ -232,8 +261,10 @@ def _together(columns: int) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
-def _rounded(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form) -> Tensor:
-    """Return integers, as floats, of which each column makes up for those before it.
+def _positions(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form) -> Tensor:
+    """Return where values are, in steps, of which each column makes up for the rounding of those before it.
+
+    They are within bounds, so that rounding them gives integers.
 
     Args:
         values: weight, step, zero point, `(groups, columns, rows)`: what is handed on lies side by side.
@@ -258,9 +289,9 @@ def _rounded(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form)
         last = min(first + _BLOCK, len(each))
         left[:, first:last] += handed_on[:, :first, first:last].transpose(1, 2) @ errors[:, :first]
         for at in range(first, last):
-            value, size, zero, of, integers, error, (least, most) = each[at]
-            torch.addcdiv(zero, value, size, out=integers).round_().clamp_(least, most)
-            torch.addcmul(of, integers, size, value=-1, out=error)
+            value, size, zero, of, place, error, (least, most) = each[at]
+            torch.addcdiv(zero, value, size, out=place).clamp_(least, most)
+            torch.addcmul(of, place.round(), size, value=-1, out=error)
             left[:, at + 1 : last].addcmul_(handed_on[:, at, at + 1 : last, None], error[:, None])
     return torch.empty_like(left).scatter_(1, places, found)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from torch.fx import GraphModule, Node
 
@@ -18,6 +18,12 @@ from qompose.plan.plan import Group, Rewrite
 from qompose.spec.algorithm_choice import word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
+
+if TYPE_CHECKING:
+    from qompose.algorithms.blocks import Block
+
+Part: TypeAlias = Literal["product", "block"]
+"""What an algorithm learns of together."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +121,26 @@ class Algorithm:
         """
         return None
 
+    def learns(self, claim: Claim) -> Part | None:
+        """Return what is to be learned of together for a claim that asks for it; None if nothing is.
+
+        That is its "product" alone, or the "block" around it: the innermost module that is repeated, as
+        `layers.0` is where there are `layers.1` and others of its class, and the product where there is none.
+        """
+        return None
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        """Decide on weights of a block with calibration data, the quantized program before it being decided.
+
+        `qompose.calibrate` calls it, for each block in the order of the program. All quantization parameters
+        are known; of what it decides, scales and integers of the block's weights are kept.
+        """
+
     def correct(self, found: Calibrated) -> None:
-        """Change parameters that stay in float; all quantization parameters are known."""
+        """Change integers, and parameters that stay in float; all quantization parameters are known."""
 
 
-def _check(chosen: object, given: QParams) -> None:
+def check_qparams(chosen: object, given: QParams) -> None:
     """Check that an algorithm's quantization parameters can stand in place of those it was given."""
     if not isinstance(chosen, QParams):
         raise TypeError(f"expected QParams or None, got {chosen!r}")
@@ -196,9 +217,27 @@ class Algorithms:
             with blamed:
                 chosen = algorithm.choose_qparams(found, number, q)
                 if chosen is not None:
-                    _check(chosen, q)
+                    check_qparams(chosen, q)
                     q = chosen
         return q
+
+    def learning(self, claims: Sequence[Claim]) -> Iterator[tuple[Algorithm, int, Part]]:
+        """Yield the algorithms that learn, each with the number of a claim and what it learns of together."""
+        for algorithm, blamed in self._each("say what it learns of"):
+            with blamed:
+                parts = [
+                    (number, algorithm.learns(claim))
+                    for number, claim in enumerate(claims)
+                    if algorithm.is_asked(claim)
+                ]
+            yield from ((algorithm, number, part) for number, part in parts if part is not None)
+
+    def learn(self, algorithm: Algorithm, found: Calibrated, block: Block) -> None:
+        """Let one of them decide on the weights of a block."""
+        for member, blamed in self._each(f"learn of {block.name}"):
+            if member is algorithm:
+                with blamed:
+                    member.learn(found, block)
 
     def correct(self, found: Calibrated) -> None:
         """Let each change integers and parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, check_qparams
 from qompose.observers.auto_range import (
     FEWEST_EXAMPLES,
     AutoRangeObserver,
@@ -22,6 +23,7 @@ from qompose.observers.auto_range import (
 )
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
 from qompose.observers.input_sums import Columns, Window
+from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
 from qompose.program.graph import (
@@ -35,6 +37,7 @@ from qompose.program.graph import (
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
+from qompose.spec.quantization_spec import class_of
 
 _LINEAR = torch.ops.aten.linear.default
 
@@ -125,18 +128,32 @@ def change_products(
     for number, claim in enumerate(found.plan.claims):
         if not algorithm.is_wanted(claim):
             continue
-        where = describe(product_node(claim, found.nodes) or found.nodes[claim.anchor])
-        try:
-            effect = change(operands_of(found, number), claim)
-        except NotChanged as reason:
-            if algorithm.is_asked(claim):
-                found.refused.append(f"{word} of {where} was not made: {reason}")
-            elif isinstance(reason, NotKnown):
-                unknown.append(str(reason))
-        else:
-            found.made.append(f"{word} of {where}: {effect}")
+        where = product_node(claim, found.nodes) or found.nodes[claim.anchor]
+        with noted(found, algorithm, where) as effect:
+            try:
+                effect.append(change(operands_of(found, number), claim))
+            except NotChanged as reason:
+                if algorithm.is_asked(claim):
+                    raise
+                unknown += [str(reason)] if isinstance(reason, NotKnown) else []
     if unknown:
         found.refused.append(f"{word} of {len(unknown)} of the products was not made: {unknown[0]}")
+
+
+@contextmanager
+def noted(found: Calibrated, algorithm: Algorithm, product: Operands | Node) -> Iterator[list[str]]:
+    """Note what an algorithm does to a product: what is put into the list, if anything is.
+
+    Or why it does nothing, where `NotChanged` is raised.
+    """
+    where = describe(product.node if isinstance(product, Operands) else product)
+    effects = list[str]()
+    try:
+        yield effects
+    except NotChanged as reason:
+        found.refused.append(f"{algorithm.word} of {where} was not made: {reason}")
+    else:
+        found.made.extend(f"{algorithm.word} of {where}: {effect}" for effect in effects)
 
 
 def operands_of(found: Calibrated, number: int) -> Operands:
@@ -439,19 +456,35 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
     observer = found.sums.get((product.source, columns))
     if observer is None:
         raise NotKnown("no second moments of its input were kept")
-    total, count = observer.total, observer.count
+    unscaled = _unscaled(found, product, columns)
+    return normalized_moments(observer.total, observer.count, unscaled, _noise(found, product))
+
+
+def normalized_moments(
+    total: Tensor, count: Tensor, unscaled: Tensor | float = 1.0, noise: float = 0.0
+) -> InputMoments:
+    """Return sums of products over rows in a unit that keeps them near 1.
+
+    Args:
+        total: of each half, `(2, groups, K, K)`.
+        count: how many rows each half has, `(2,)`.
+        unscaled: what they are multiplied by first.
+        noise: the mean square of what the rounding of a value adds to it.
+
+    Raises:
+        NotChanged: there are none, all data is alike, or values are not finite.
+    """
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
     if not bool(count.all()):
         raise NotChanged(
             "too few different examples of its input were seen, and none can be held back"
         )
-    total = total * _unscaled(found, product, columns)
+    total = total * unscaled
     unit = total.diagonal(dim1=-2, dim2=-1).mean()
     if not bool(total.isfinite().all()) or not unit > 0:
         raise NotChanged("its input is zero, or has values that are not finite")
-    noise = _noise(found, product) / float(unit)
-    return InputMoments((total / unit).to(torch.float32), count, noise)
+    return InputMoments((total / unit).to(torch.float32), count, noise / float(unit))
 
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
@@ -517,11 +550,8 @@ def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None
         NotChanged: another algorithm has decided, or other operators read the weight too.
         ValueError: they are not of its shape and type, or are out of bounds.
     """
+    check_own_integers(found, product)
     number, q = weight_group(found, product)
-    if number in found.integers:
-        raise NotChanged("another algorithm has chosen its integers")
-    if len(found.plan.groups[number].points) > 1:
-        raise NotChanged(f"{product.weight.target} is read by other operators too")
     shape = weight_of(found, product).shape
     if (integers.shape, integers.dtype) != (shape, q.dtype):
         expected = f"{q.dtype} of shape {tuple(shape)}"
@@ -531,6 +561,62 @@ def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None
     if integers.numel() and not (q.low <= int(integers.min()) and int(integers.max()) <= q.high):
         raise ValueError(f"integers must be within [{q.low}, {q.high}]")
     found.integers[number] = integers
+
+
+def check_own_integers(found: Calibrated, product: Operands) -> None:
+    """Check that integers of a product's weight can be chosen, for it alone.
+
+    Raises:
+        NotChanged: another algorithm has decided, or other operators read the weight too.
+    """
+    number, _ = weight_group(found, product)
+    if number in found.integers:
+        raise NotChanged("another algorithm has chosen its integers")
+    if len(found.plan.groups[number].points) > 1:
+        raise NotChanged(f"{product.weight.target} is read by other operators too")
+
+
+def check_own_scales(found: Calibrated, number: int) -> None:
+    """Check that the scales of a weight are those of its range, and that nothing else has them.
+
+    Raises:
+        NotChanged: an observer of its own estimates them, or other tensors share them or are derived from it.
+    """
+    plan, spec = found.plan, found.plan.groups[number].spec
+    kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
+    known = isinstance(kind, type) and issubclass(kind, (MinMaxObserver, PerBlockMinMaxObserver))
+    if not known or type(found.observers[number]) is not kind:
+        raise NotChanged(
+            "its range is not that of all values, but estimated by an observer of its own"
+        )
+    if any(number in group.depends_on for group in plan.groups):
+        raise NotChanged("parameters of other tensors are derived from its own")
+    if not found.factors.constant(plan.groups[number].points[0].source).numel():
+        raise NotChanged("it is empty")
+    if len({point.source for point in plan.groups[number].points}) > 1:
+        raise NotChanged("several tensors share its scale")
+
+
+def scales_as_stored(found: Calibrated, number: int) -> torch.dtype | None:
+    """Return the type to which the scales of a group are rounded, None where they are not."""
+    stored = getattr(base_observer(found.observers[number]), "scale_dtype", None)
+    return None if stored is torch.float32 else stored
+
+
+def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: Tensor) -> None:
+    """Decide on other scales and zero points of a product's weight, before its integers are.
+
+    Args:
+        scale, zero_point: in the shapes that they have (`weight_group`).
+
+    Raises:
+        NotChanged: the weight is not quantized, or its parameters are not known here.
+        ValueError: they are of other shapes, or a scale is not positive and finite.
+    """
+    number, q = weight_group(found, product)
+    chosen = replace(q, scale=scale, zero_point=zero_point)
+    check_qparams(chosen, q)
+    found.qparams[number] = chosen
 
 
 def reader_of(found: Calibrated, product: Operands) -> Reader:

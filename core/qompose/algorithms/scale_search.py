@@ -19,14 +19,12 @@ from torch import Tensor
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
-from qompose.algorithms.products import NOTHING, NotChanged, product_node
+from qompose.algorithms.products import NOTHING, NotChanged, check_own_scales, product_node
 from qompose.observers.make_observer import make_observer
-from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.program.graph import constant_of
 from qompose.spec.algorithm_choice import SCALE_SEARCH as WORD
 from qompose.spec.qdq import QParams, in_rows, integers_of, values_of_integers
 from qompose.spec.qparams import in_blocks
-from qompose.spec.quantization_spec import class_of
 
 _PARTS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the range of all values; the first that is best is taken."""
@@ -44,7 +42,7 @@ class ScaleSearch(Algorithm):
         if constant_of(weight) is None or not all(map(self.is_wanted, claims)):
             return None
         try:
-            _check(found, number)
+            check_own_scales(found, number)
             products = all(product_node(claim, found.nodes) is not None for claim in claims)
             chosen, gain = _searched(found, number, q, is_product=products)
         except NotChanged as reason:
@@ -72,23 +70,6 @@ class ScaleSearch(Algorithm):
             ):
                 reason = f"it is stored as {dtype}, which has no scale"
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
-
-
-def _check(found: Calibrated, number: int) -> None:
-    """Check that a weight's range is that of its values, and nothing else is derived from it."""
-    plan, spec = found.plan, found.plan.groups[number].spec
-    kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
-    known = isinstance(kind, type) and issubclass(kind, (MinMaxObserver, PerBlockMinMaxObserver))
-    if not known or type(found.observers[number]) is not kind:
-        raise NotChanged(
-            "its range is not that of all values, but estimated by an observer of its own"
-        )
-    if any(number in group.depends_on for group in plan.groups):
-        raise NotChanged("parameters of other tensors are derived from its own")
-    if not found.factors.constant(plan.groups[number].points[0].source).numel():
-        raise NotChanged("it is empty")
-    if len({point.source for point in plan.groups[number].points}) > 1:
-        raise NotChanged("several tensors share its scale")
 
 
 def _searched(

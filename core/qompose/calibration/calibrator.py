@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from qompose.algorithms.blocks import learned_of, set_learned
+from qompose.calibration.sequential import learn, learns
 from qompose.calibration.statistics_data import (
     Statistics,
     order_dependent,
@@ -55,6 +58,9 @@ def calibrate(
 ) -> GraphModule:
     """Run batches through a prepared model, without gradients, and return the model.
 
+    Algorithms that learn from data, as "gptq_sequential" does, have their turn when all batches are run: the
+    program is run once more on all of them, one part after another, and batches are held until then.
+
     Where `torch.distributed` is initialised, each process runs its share of the batches, every so many-th
     of them, and all end with the statistics of all: bit by bit those that one process would have.
 
@@ -79,7 +85,7 @@ def calibrate(
             has statistics already. Observers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
-    prepared_record(prepared, "calibrate")
+    record = prepared_record(prepared, "calibrate")
     if isinstance(batches, Statistics):
         _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
         return batches.apply(prepared)
@@ -89,15 +95,18 @@ def calibrate(
     kept, start = _resumed(prepared, ranks, resume)
     share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
     total = share.total(len(batches)) if isinstance(batches, Sized) else limit
-    with (
-        progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar,
-        _looking(prepared),
-        _all_or_none(prepared, ranks, start) as done,
-    ):
-        task = bar.add_task("calibrating", total=total)
-        for number in _ran(prepared, share.of(iterator), transform, kept):
-            done.append(number)
-            bar.update(task, completed=number)
+    held: list[tuple[int, Any]] | None = [] if learns(record.plan) else None
+    with progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar, _looking(prepared):
+        with _all_or_none(prepared, ranks, start) as done:
+            task = bar.add_task("calibrating", total=total)
+            for number in _ran(prepared, share.of(iterator, held), transform, kept):
+                done.append(number)
+                bar.update(task, completed=number)
+        if held is not None:
+            with _failing_together(ranks):
+                note = partial(kept.note, prepared) if kept is not None else _nothing
+                exchange = partial(_exchanged, ranks)
+                learn(prepared, held, transform, ranks.rank, exchange, bar, note)
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
@@ -168,7 +177,7 @@ def _looking(prepared: GraphModule) -> Iterator[None]:
 
     Whatever is raised, observers are then as they were before.
     """
-    training, before = prepared.training, states_of(prepared)
+    training, before, learned = prepared.training, states_of(prepared), learned_of(prepared)
     if is_trained(prepared):
         prepared.eval()
     try:
@@ -176,6 +185,7 @@ def _looking(prepared: GraphModule) -> Iterator[None]:
             yield
     except Exception:
         restore(before)
+        set_learned(prepared, learned)
         raise
     finally:
         prepared.train(training)
@@ -203,12 +213,20 @@ class _Share:
     def total(self, length: int) -> int:
         return length if self.limit is None else min(length, self.limit)
 
-    def of(self, iterator: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the batches with their numbers, from 1 on, in the whole of them."""
-        numbered = enumerate(islice(iterator, self.limit), start=1)
-        for number, batch in islice(numbered, self.start, None):
+    def of(
+        self, iterator: Iterator[Any], held: list[tuple[int, Any]] | None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the batches with their numbers, from 1 on, in the whole of them.
+
+        Args:
+            held: where there is one, they are put there, with those before `start`.
+        """
+        for number, batch in enumerate(islice(iterator, self.limit), start=1):
             if (number - 1) % self.count == self.rank:
-                yield number, batch
+                if held is not None:
+                    held.append((number, batch))
+                if number > self.start:
+                    yield number, batch
 
 
 @contextmanager
@@ -236,6 +254,45 @@ def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[li
     if ranks.several:
         first, *others = (found for _, found in parts)
         first.merged(*others).apply(prepared, partial=True)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a process gives to the others where it cannot go on."""
+
+    reason: str
+
+
+@contextmanager
+def _failing_together(ranks: Ranks) -> Iterator[None]:
+    """Let the other processes know of an error, which wait for what this one is to give."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, _OtherFailedError):
+            with suppress(CalibrationError):
+                ranks.exchange(_Failed(f"rank {ranks.rank}: {type(error).__name__}: {error}"))
+        raise
+
+
+class _OtherFailedError(CalibrationError):
+    """Raised where another process cannot go on."""
+
+
+def _exchanged(ranks: Ranks, part: Any) -> list[Any]:
+    """Return what each process gave.
+
+    Raises:
+        CalibrationError: one of them failed, or has died.
+    """
+    parts = ranks.exchange(part)
+    if failed := [part.reason for part in parts if isinstance(part, _Failed)]:
+        raise _OtherFailedError(f"another process failed: {'; '.join(failed)}")
+    return parts
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -339,13 +396,13 @@ class _ResumeFile:
                     f"{self.path} holds a finished calibration, which cannot be resumed; to use its "
                     "statistics, pass them for batches"
                 )
-            found.apply(prepared)
+            found.apply(prepared, partial=False, to_go_on=True)
             self._batches = found.batches
         return self._batches
 
-    def note(self, prepared: GraphModule, number: int) -> None:
-        """Remember that a batch was run, and write the file when it is time."""
-        self._batches = number
+    def note(self, prepared: GraphModule, number: int | None = None) -> None:
+        """Remember that a batch was run, or more was learned, and write the file when it is time."""
+        self._batches = self._batches if number is None else number
         if time.monotonic() - self._written >= EVERY:
             self.write(prepared)
 

@@ -18,6 +18,8 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from qompose.algorithms.blocks import Learned, learned_of, set_learned
+from qompose.calibration.sequential import learns
 from qompose.calibration.statistics_file import (
     Entry,
     SiteMeans,
@@ -75,6 +77,7 @@ class Statistics:
         means: of the channels of inputs that bias correction goes by, by site.
         moments: second moments of inputs that rounding goes by, by site; one may have several, of different
             columns.
+        learned: what algorithms learned of the weights, from all data together; it cannot be merged.
     """
 
     entries: tuple[Entry, ...]
@@ -83,6 +86,7 @@ class Statistics:
     left_out: tuple[str, ...] = ()
     means: SiteMeans = ()
     moments: SiteMoments = ()
+    learned: Learned | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -115,6 +119,8 @@ class Statistics:
 
     def merged(self, *others: Statistics) -> Statistics:
         """Return the statistics of all data together: exact, in whatever order and groups.
+
+        What was learned of weights is not in them, since it depends on all data at once.
 
         Raises:
             StatisticsError: they are of different models, or of observers that depend on the order.
@@ -222,6 +228,7 @@ class Statistics:
         partial: bool = False,
         another_model: bool = False,
         complete: bool = False,
+        to_go_on: bool = False,
     ) -> GraphModule:
         """Let the observers of a prepared model go by these statistics, in place, and return the model.
 
@@ -229,6 +236,7 @@ class Statistics:
             partial: leave observers as they are that want what is not here.
             complete: raise an error also for ranges of channels and for means that no word asks for, without
                 which an algorithm is left out that calibration would have made.
+            to_go_on: do not mind that algorithms have not learned of all weights yet.
             another_model: do not mind that the parameters are not those of the calibrated model.
 
         Raises:
@@ -241,6 +249,12 @@ class Statistics:
             self._check_model(record.fingerprint, "this one is")
         found, lacking = self._matched(prepared, record, complete)
         sums = self._matched_sums(prepared, lacking, complete)
+        whole = self.learned is not None and self.learned.whole
+        if learns(record.plan) and not (whole or to_go_on):
+            lacking.append(
+                "weights: nothing was learned of them from all data together, by one process or several that "
+                "run at once, and an algorithm goes by that"
+            )
         if lacking and not partial:
             raise StatisticsError(
                 "these statistics lack what observers need:\n"
@@ -251,6 +265,7 @@ class Statistics:
             _take(observer, facts)
         for watching, seen in sums:
             watching.take(seen)
+        set_learned(prepared, self.learned)
         _note_what_ran(prepared, record, {id(observer) for observer, _ in found})
         return prepared
 
@@ -315,7 +330,8 @@ def statistics(prepared: GraphModule) -> Statistics:
     sums = [(place[0], seen[place]) for place in _in_order(seen)]
     means = tuple((site, s) for site, s in sums if isinstance(s, Means))
     moments = tuple((site, s) for site, s in sums if isinstance(s, Moments))
-    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out), means, moments)
+    fingerprint, learned = record.fingerprint, learned_of(prepared)
+    return Statistics(_ordered(entries), fingerprint, 0, tuple(left_out), means, moments, learned)
 
 
 def _watching(prepared: GraphModule) -> Iterator[tuple[_Place, MeanObserver | MomentObserver]]:

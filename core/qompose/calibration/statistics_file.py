@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qompose.algorithms.blocks import LearnedWeight
 from qompose.errors import StatisticsError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
@@ -174,6 +175,8 @@ def _types(put: Put, get: Get) -> dict[Any, Codec]:
     )
     types[Means] = _checked(of_type(Means, types), _check_means)
     types[Moments] = _checked(of_type(Moments, {**types, Tensor: _exact(tensor)}), _check_moments)
+    exact = {**types, Tensor: _exact(tensor)}
+    types[LearnedWeight] = _checked(of_type(LearnedWeight, exact), _check_learned)
     types[Facts] = _checked(of_type(Facts, types), _check_facts)
     return types
 
@@ -284,6 +287,13 @@ def _check_moments(moments: Moments) -> None:
         raise ValueError("second moments are not of columns")
     if total.dtype != torch.float64 or count.shape != (2,) or count.is_floating_point():
         raise ValueError("the sums or counts of second moments are invalid")
+
+
+def _check_learned(weight: LearnedWeight) -> None:
+    if not bool((weight.scale.isfinite() & (weight.scale > 0)).all()):
+        raise ValueError("the scales of a weight are not positive and finite")
+    if weight.integers.is_floating_point():
+        raise ValueError("the integers of a weight are none")
 
 
 def _bins_of(histogram: Histogram) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors, commit_factors
 from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
@@ -56,6 +57,7 @@ from qompose.spec.qdq import (
     evaluated,
     fold_quantized_constants,
     integers_of,
+    is_quantize,
     per_group,
     read_buffer,
     static_pair,
@@ -149,6 +151,34 @@ def _converted(
     say_if_all_was_dropped(converted.meta[META_KEY])
     log_stage(converted)
     return replace_in_place(model, converted) if inplace else converted
+
+
+def draft_of(prepared: GraphModule) -> tuple[Calibrated, GraphModule]:
+    """Return a calibrated program as algorithms find it, and what conversion would make of it by now.
+
+    That one quantizes its parameters whenever it runs, and shares them with the prepared program, which is
+    left alone. Operators have the same names in both.
+
+    Raises:
+        UncalibratedError, CalibrationError: as for `convert_pt2e`.
+    """
+    plan = prepared.meta[META_KEY].plan
+    observed, draft = copy_graph_module(prepared), copy_graph_module(prepared)
+    with _in_own_types():
+        found = solve(observed, plan, allow_uncalibrated=False, unlearned=True).found
+        solution = solve(draft, plan, allow_uncalibrated=False, unlearned=True)
+        insert_qdq(draft, plan, solution, fold_quantize=False)
+    _sink_parameters(draft)
+    run_as_exported(draft)
+    return found, refresh(draft)
+
+
+def _sink_parameters(model: GraphModule) -> None:
+    """Quantize parameters, in place, right before they are read, so that few integers are held at a time."""
+    places = {node: place for place, node in enumerate(model.graph.nodes)}
+    for node in reversed(list(model.graph.nodes)):
+        if is_quantize(node) and node.users and constant_of(node.all_input_nodes[0]) is not None:
+            min(node.users, key=places.__getitem__).prepend(node)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,10 +16,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.algorithms import algorithms_of
+from qompose.algorithms.blocks import Learned, learned_of
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import ChannelFactors
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
-from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
+from qompose.errors import (
+    CalibrationError,
+    ConfigError,
+    StageError,
+    UncalibratedError,
+    UnlearnedError,
+    blaming,
+)
 from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
 from qompose.observers.fake_quantize import FakeQuantize
@@ -73,6 +81,7 @@ class Solution:
         askers: the claims that ask for a point in a group, which are not dropped.
         made: a line for each change of channels and biases.
         findings: a line for each tensor whose statistics look wrong.
+        found: the program as algorithms saw it last.
     """
 
     observed: Sequence[Observed]
@@ -87,6 +96,7 @@ class Solution:
     askers: Mapping[tuple[Point, int], int]
     made: Sequence[str]
     findings: Sequence[str]
+    found: Calibrated
 
     def absorbed(self, name: str) -> Absorbed:
         """Return the factors that a parameter takes up as it becomes integers."""
@@ -99,8 +109,12 @@ class Solution:
         return frozenset(self.askers[point] for point in asked if point in self.askers)
 
 
-def solve(model: GraphModule, plan: Plan, *, allow_uncalibrated: bool) -> Solution:
+def solve(
+    model: GraphModule, plan: Plan, *, allow_uncalibrated: bool, unlearned: bool = False
+) -> Solution:
     """Return the quantization parameters of a prepared model, which is left as it is.
+
+    With `unlearned`, algorithms that learn from data need not have done so.
 
     A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped: its
     region stays in float.
@@ -110,14 +124,14 @@ def solve(model: GraphModule, plan: Plan, *, allow_uncalibrated: bool) -> Soluti
         UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
         CalibrationError: a tensor's statistics give no usable scale.
     """
-    return QParamsSolver(model, plan).solve(allow_uncalibrated=allow_uncalibrated)
+    return QParamsSolver(model, plan, unlearned).solve(allow_uncalibrated=allow_uncalibrated)
 
 
 class QParamsSolver:
     """Finds out which groups of a prepared model live, and with which numbers; see `Solution`."""
 
-    def __init__(self, model: GraphModule, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: GraphModule, plan: Plan, unlearned: bool = False) -> None:
+        self.model, self.plan, self._unlearned = model, plan, unlearned
         self._algorithms = algorithms_of(plan.claims)
         self.dropped: dict[int, str] = {}
         self._widened: dict[int, float] = {}
@@ -147,6 +161,7 @@ class QParamsSolver:
         self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
+        self._check_learned(allow_uncalibrated)
         self._drop_what_cannot_stand()
         self._estimate()
         while self._drop_out_of_bounds():  # others may have been scaled with what is dropped now
@@ -165,6 +180,32 @@ class QParamsSolver:
             if known and self._needs_data(number) and not self.converts_itself(number):
                 found.qparams[number] = self._calculate(number, group)
         self._widened = widen_scales_for_int32(self.plan, self._nodes, found.qparams, self.dropped)
+        self._take_learned()
+
+    def _take_learned(self) -> None:
+        """Give weights the scales and integers that were learned of them."""
+        found, learned = self._found, learned_of(self.model) or Learned()
+        found.refused.extend(learned.refused)
+        for word, number in self._waiting().items():
+            found.refused.append(f"{word} of {number} products was not made: it had no data")
+        groups = {
+            str(value.target): group
+            for value, group in self._group_of_value.items()
+            if isinstance(value, Node) and value.op == "get_attr"
+        }
+        for weight in learned.weights:
+            number = groups.get(weight.path, -1)
+            if number not in found.qparams:
+                continue
+            q = found.qparams[number]
+            applied = weight.applied(q)
+            if applied is None:
+                raise CalibrationError(
+                    f"{self.describe(number)} has other scales than those from which its integers were "
+                    "learned: run qompose.calibrate again, with data"
+                )
+            found.qparams[number], found.integers[number] = applied
+            found.made.append(weight.line)
 
     def _undecided(self) -> Calibrated:
         """Return the program as algorithms find it."""
@@ -199,6 +240,7 @@ class QParamsSolver:
             },
             made=[*found.made, *self._ranges()],
             findings=self._findings(parameters),
+            found=found,
         )
 
     def alive(self, number: int) -> bool:
@@ -265,6 +307,22 @@ class QParamsSolver:
             self._drop(group, f"{group.points[0]} never saw calibration data")
         for point in idle:
             self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
+
+    def _check_learned(self, allow_uncalibrated: bool) -> None:
+        """Check that algorithms which learn from data had their turn.
+
+        Raises:
+            UnlearnedError: they had not, and `allow_uncalibrated` is False.
+        """
+        if self._waiting() and not allow_uncalibrated:
+            raise UnlearnedError(self._waiting())
+
+    def _waiting(self) -> Counter[str]:
+        """Count the products whose algorithms were to learn of them and have not, by word."""
+        learned = learned_of(self.model)
+        if self._unlearned or (learned is not None and learned.whole):
+            return Counter()
+        return Counter(a.word for a, _, _ in self._algorithms.learning(self.plan.claims))
 
     def _idle_points(self, missing: list[int]) -> dict[Point, str]:
         """Name the tensors in bodies that never ran, whose groups have data from elsewhere only."""

@@ -33,7 +33,6 @@ from qompose.console import Block, Printable, Table, as_decibels, on_terminal, p
 from qompose.conversion.convert import FloatAlternative, insert_qdq
 from qompose.conversion.qparams_solver import solve
 from qompose.diagnosis.error_measures import Cost, CostMetric, measure_of
-from qompose.diagnosis.replay import Given, repeatable, run_call, steps
 from qompose.errors import UserError, near_names
 from qompose.json_codec import jsonable
 from qompose.plan.operator_ids import restore_written
@@ -41,6 +40,7 @@ from qompose.plan.plan import Plan, Record
 from qompose.program.aliasing import written_values
 from qompose.program.control_flow import graphs_in, nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of, reached
+from qompose.program.stepping import Given, repeatable, run_call, steps
 from qompose.program.user_input import binder, check_limit, iterated, run_batch
 from qompose.spec.qparams import decibels
 from qompose.training.qat_conv_bn import deployment_form

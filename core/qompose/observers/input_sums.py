@@ -242,7 +242,13 @@ class MomentObserver(_SumObserver):
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
     def _add(self, x: Tensor) -> None:
-        second = example_hashes(x, self.columns.dim) & 1 == 1
+        self.add(x, example_hashes(x, self.columns.dim))
+
+    def add(self, x: Tensor, hashes: Tensor) -> None:
+        """Add up columns of examples, each to the half that its hash, `(N,)`, says."""
+        if not x.numel():
+            return
+        second = hashes & 1 == 1
         total, count = self.total.clone(), self.count.clone()
         for half, which in enumerate((~second, second)):
             for some in self._parts(x, which):

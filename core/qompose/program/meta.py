@@ -129,6 +129,10 @@ PROVENANCE = (
 )
 
 
+LEARNED_KEY = "qompose_learned"
+"""Key in the `meta` of a prepared program: what algorithms learned of it."""
+
+
 RAN_KEY = "qompose_ran"
 """Key in the `meta` of a body that ran: the observers inside one that did not saw nothing."""
 

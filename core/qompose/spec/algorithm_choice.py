@@ -13,7 +13,12 @@ from qompose.errors import ConfigError, near_names
 
 EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
 AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "awq", "scale_search", "gptq", "bias_correction"
-ALGORITHM_WORDS = (EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
+GPTQ_SEQUENTIAL = "gptq_sequential"
+ALGORITHM_WORDS = (
+    EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, GPTQ_SEQUENTIAL, BIAS_CORRECTION,
+)  # fmt: skip
+_ROUNDING = (GPTQ, GPTQ_SEQUENTIAL)
+"""Each chooses the integers of weights, so that one of them is enough."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,15 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
     for choice in algorithms:
         word = word_of(choice)
         _check(choice, word, mode, weight)
-        plain: AlgorithmChoice = word if choice == SmoothQuant() else choice
+        plain: AlgorithmChoice = word if _is_ours(choice) and str(choice) == word else choice
         if found.setdefault(word, plain) != plain:
             raise ConfigError(f"algorithms asks for {found[word]} and for {plain}: leave one out")
+    rounding = [str(found[word]) for word in _ROUNDING if word in found]
+    if len(rounding) > 1:
+        raise ConfigError(
+            f"{' and '.join(rounding)} exclude one another, since each chooses the integers of weights: "
+            "leave all but one out of algorithms"
+        )
     known = [found.pop(word) for word in ALGORITHM_WORDS if word in found]
     return (*known, *found.values())
 
@@ -107,7 +118,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
 def _check(choice: object, word: object, mode: str, weight: Any) -> None:
     if isinstance(choice, type) or not isinstance(word, str):
         raise ConfigError(f"algorithms must be words or objects with a word, got {choice!r}")
-    if word in ALGORITHM_WORDS and not isinstance(choice, (str, SmoothQuant)):
+    if word in ALGORITHM_WORDS and not (isinstance(choice, str) or _is_ours(choice)):
         raise ConfigError(
             f"{word} is the word of an algorithm of qompose's: {choice!r} needs another"
         )
@@ -122,6 +133,10 @@ def _check(choice: object, word: object, mode: str, weight: Any) -> None:
     reason = _MODES.get(word, {}).get(mode)
     if reason is not None:
         raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of algorithms")
+
+
+def _is_ours(choice: object) -> bool:
+    return type(choice).__module__.partition(".")[0] == "qompose"
 
 
 def by_owner(claims: Iterable[Any]) -> Iterator[str]:

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qompose import convert_pt2e, load, prepare_pt2e, report, save, statistics
+from qompose.algorithms import Algorithm
 from qompose.errors import MemberError, StatisticsError, UserError
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.testing.algorithm_suite import AlgorithmSuite, Place
 from qompose.testing.checks_kernel import matches_reference
 from qompose.testing.checks_rule import annotates
 from qompose.testing.fixtures import Blocked, ContractError, NotApplicable, expecting, sqnr
-from qompose.testing.trial import Inputs, Trial, copies, outputs, quantizer_for
+from qompose.testing.trial import Inputs, Trial, calibrate_with, copies, outputs, quantizer_for
 
 BATCHES = 12
 """Of calibration data: enough examples for what is judged on halves that are held back."""
@@ -95,14 +96,11 @@ def takes_data_in_parts(suite: AlgorithmSuite, place: Place) -> None:
     """
     trial = suite.trial(place)
     wanted, data = _converted(suite, trial), _data(trial)
-    parts = [statistics(_calibrated(trial, part)) for part in (data[1::2], data[::2])]
-    try:
-        merged = parts[0].merged(parts[1]).apply(_prepared(trial))
-    except StatisticsError as reason:
-        raise NotApplicable(
-            f"statistics of the configuration cannot be merged: {reason}"
-        ) from reason
-    for name, prepared in (("in parts", merged), ("reversed", _calibrated(trial, data[::-1]))):
+    if type(suite.algorithm).learns is Algorithm.learns:
+        others = {"in parts": _merged(trial, data), "reversed": _calibrated(trial, data[::-1])}
+    else:  # it needs all data at once
+        others = {"reversed": _calibrated(trial, data[::-1])}
+    for name, prepared in others.items():
         found = _convert(suite, trial, prepared)
         other = _most_other(wanted, found)
         if other > _MOST_OTHER:
@@ -136,8 +134,15 @@ def takes_odd_data(suite: AlgorithmSuite, place: Place) -> None:
     for kind, data in _odd(trial).items():
         prepared = _prepared(trial)
         try:
-            for batch in data:
-                prepared(*copies(batch))
+            if data:
+                calibrate_with(prepared, data)
+        except MemberError as error:
+            raise ContractError(
+                f"{_about(suite, trial)}, calibrated with {kind}",
+                expected="that it learns, or an error of qompose's that says why not",
+                found=str(error),
+                remedy="check what the block gives, and raise NotChanged with the reason",
+            ) from error
         except UserError:
             continue
         with expecting(
@@ -219,11 +224,18 @@ def _prepared(trial: Trial) -> GraphModule:
 
 
 def _calibrated(trial: Trial, data: Sequence[Inputs]) -> GraphModule:
-    prepared = _prepared(trial)
-    with torch.no_grad():
-        for batch in data:
-            prepared(*copies(batch))
-    return prepared
+    return calibrate_with(_prepared(trial), data)
+
+
+def _merged(trial: Trial, data: Sequence[Inputs]) -> GraphModule:
+    """Return the program with what two calibrations saw, of half of the data each."""
+    parts = [statistics(_calibrated(trial, part)) for part in (data[1::2], data[::2])]
+    try:
+        return parts[0].merged(parts[1]).apply(_prepared(trial))
+    except StatisticsError as reason:
+        raise NotApplicable(
+            f"statistics of the configuration cannot be merged: {reason}"
+        ) from reason
 
 
 def _convert(suite: AlgorithmSuite, trial: Trial, prepared: GraphModule) -> GraphModule:

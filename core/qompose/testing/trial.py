@@ -27,6 +27,7 @@ from qompose import (
     QomposeWarning,
     QuantizationConfig,
     Quantizer,
+    calibrate,
     convert_pt2e,
     lower,
     prepare_pt2e,
@@ -378,6 +379,13 @@ def _writes_inputs(program: ExportedProgram) -> bool:
     )
 
 
+def calibrate_with(prepared: GraphModule, batches: Sequence[Inputs]) -> GraphModule:
+    """Show observers batches, and let algorithms that learn of weights do so."""
+    with warnings.catch_warnings():  # the data may look odd
+        warnings.simplefilter("ignore", QomposeWarning)
+        return calibrate(prepared, [copies(batch) for batch in batches], progress=False)
+
+
 def copies(inputs: Sequence[Tensor]) -> Inputs:
     """Return copies of tensors."""
     return tuple(x.clone() for x in inputs)
@@ -490,9 +498,8 @@ class Trial:
     @_Once
     def calibrated(self) -> GraphModule:
         """The prepared program, once it has seen data."""
+        calibrate_with(self.prepared, self.batches("calibration"))
         with torch.no_grad():
-            for batch in self.batches("calibration"):
-                self.prepared(*copies(batch))
             if self.terms.feeds and not self.terms.rule.shares:
                 self._show_negatives()
         return self.prepared

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from qompose import QuantizationConfig, SmoothQuant, training_config
+from qompose.algorithms import GPTQ, Algorithm
 from qompose.errors import ConfigError
 from qompose.observers import config_from_json, config_to_json
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS
@@ -27,6 +28,7 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
         (WEIGHT_ONLY, ("bias_correction",), "bias_correction .*weight-only"),
         (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant .*weight-only"),
         (replace(STATIC, weight=None), ("equalization",), "equalization"),
+        (STATIC, (GPTQ(), GPTQ(sequential=True)), "gptq and gptq_sequential exclude"),
     ],
 )
 def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, named: str) -> None:
@@ -34,7 +36,8 @@ def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, n
         replace(config, algorithms=algorithms)
 
 
-OF_STATIC = tuple(word for word in ALGORITHM_WORDS if word != "awq")
+OTHERS = ("awq", "gptq_sequential")
+OF_STATIC = tuple(word for word in ALGORITHM_WORDS if word not in OTHERS)
 """Those that a static configuration can have together."""
 
 
@@ -70,6 +73,14 @@ def test_without_a_strength_it_is_the_word() -> None:
         "smooth_quant",
         "smooth_quant with alpha 0",
     )
+
+
+@pytest.mark.parametrize(
+    "choice, word",
+    [(GPTQ(), "gptq"), (GPTQ(sequential=True), "gptq_sequential")],
+)
+def test_without_options_an_object_is_its_word(choice: Algorithm, word: str) -> None:
+    assert replace(STATIC, algorithms=(choice,)).algorithms == (word,)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])

@@ -12,9 +12,9 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
-from qompose.diagnosis.replay import repeatable
 from qompose.diagnosis.value_comparison import unread_in
 from qompose.program.rewrites import SCALAR_TO_TENSOR
+from qompose.program.stepping import repeatable
 from qompose.reporting.report_data import EQUAL, ROUNDING
 from torch import Tensor, nn
 from torch.fx import GraphModule

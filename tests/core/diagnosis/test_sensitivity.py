@@ -14,8 +14,8 @@ import torch
 from qompose import UserError
 from qompose.diagnosis import operator_sensitivity
 from qompose.diagnosis.operator_sensitivity import SwitchedProgram
-from qompose.diagnosis.replay import run_call
 from qompose.errors import BatchError, MemberError, StageError
+from qompose.program.stepping import run_call
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import GraphModule, Node

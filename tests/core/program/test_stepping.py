@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.diagnosis.replay import Given, Seen, steps
+from qompose.program.stepping import Given, Seen, steps
 from qompose.program.user_input import binder
 from torch import Tensor, nn
 from torch.fx import GraphModule

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a program that algorithms learn from one after another, and what they learned of weights.
+
+`qompose.calibrate` runs the float program and the quantized one beside each other, on all batches, from one
+part to the next. Before each part the quantized one has the integers that were learned so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.algorithms.products import (
+    InputMoments,
+    Operands,
+    columns_of,
+    normalized_moments,
+)
+from qompose.observers.input_sums import MomentObserver
+from qompose.observers.row_sample import example_hashes
+from qompose.program.aliasing import written_values
+from qompose.program.graph import constant_of, copies_of, value_of
+from qompose.program.meta import LEARNED_KEY
+from qompose.program.stepping import last_reads, repeatable, run_call, run_part
+from qompose.spec import qdq
+from qompose.spec.qdq import QParams
+
+Weights = Mapping[str, Tensor]
+"""Values of weights, by the names of the products that read them."""
+Exchange = Callable[[Any], "list[Any]"]
+"""Gives something to the other processes of a calibration, and returns what each gave, by rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedWeight:
+    """What an algorithm learned of a weight.
+
+    Attributes:
+        path: of the parameter.
+        line: what the report says of it.
+        scale_before, zero_point_before: what it was learned from; with others it is of no use.
+        scale, zero_point: those that it has now.
+        integers: in the shape of the weight.
+    """
+
+    path: str
+    line: str
+    scale_before: Tensor
+    zero_point_before: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    integers: Tensor
+
+    def applied(self, q: QParams) -> tuple[QParams, Tensor] | None:
+        """Return parameters and integers in the place of `q`; None if they were learned from others."""
+        before = (self.scale_before, q.scale), (self.zero_point_before, q.zero_point)
+        if not all(one.shape == other.shape for one, other in before):
+            return None
+        if not all(torch.equal(one.to(other), other) for one, other in before):
+            return None
+        now = replace(q, scale=self.scale.to(q.scale), zero_point=self.zero_point.to(q.zero_point))
+        return now, self.integers.to(q.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What algorithms learned of a calibrated program.
+
+    Attributes:
+        weights: those that have integers now.
+        refused: a line for each product that was asked for and was not changed, with the reason.
+        whole: whether all that ask had their turn.
+    """
+
+    weights: tuple[LearnedWeight, ...] = ()
+    refused: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def learned_of(model: GraphModule) -> Learned | None:
+    """Return what was learned of a prepared program, None where nothing was to be learned yet."""
+    found: Learned | None = model.meta.get(LEARNED_KEY)
+    return found
+
+
+def set_learned(model: GraphModule, learned: Learned | None) -> None:
+    """Keep in a prepared program what was learned of it."""
+    model.meta.pop(LEARNED_KEY, None)
+    if learned is not None:
+        model.meta[LEARNED_KEY] = learned
+
+
+class PartlyRun:
+    """A program that is run on several batches at once, from one part to the next.
+
+    Args:
+        graph: the program, which writes to nothing.
+        inputs: of each batch, one value for each placeholder.
+    """
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Sequence[Any]]) -> None:
+        self.nodes: list[Node] = list(graph.graph.nodes)
+        self.place = {node.name: number for number, node in enumerate(self.nodes)}
+        self.at = 0
+        self.given: dict[Node, Any] = {}
+        self._done = last_reads(graph.graph)
+        self._writes = bool(written_values(graph.graph))
+        self._constant = _of_constants(self.nodes)
+        self._folded: dict[Node, Any] = {}
+        self._before: dict[Node, Tensor] = {}
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self._values = [dict(zip(placeholders, batch, strict=True)) for batch in inputs]
+        self._rest = set(self.nodes) - set(placeholders)
+
+    def node(self, name: str) -> Node:
+        """Return a node by its name."""
+        return self.nodes[self.place[name]]
+
+    def advance(self, stop: int) -> None:
+        """Run all batches up to the node of a number, which is not run."""
+        nodes = [node for node in self.nodes[self.at : stop] if node in self._rest]
+        for values in self._values:
+            run_part(nodes, values, self._call, self._done)
+        self.at = stop
+        self._folded.clear()
+        self.given.clear()
+
+    def ahead(self, batch: int, stop: int, read: Sequence[Node]) -> list[Any]:
+        """Return values that a batch has once it is run up to a node, and leave it where it is."""
+        values = self._held(batch)
+        run_part(
+            [node for node in self.nodes[self.at : stop] if node in self._rest],
+            values, self._call, self._done,
+        )  # fmt: skip
+        self._before.clear()
+        return [values[node] for node in read]
+
+    def _held(self, batch: int) -> dict[Node, Any]:
+        """Return what is held of a batch; in copies if an operator might write to it."""
+        values = dict(self._values[batch])
+        if self._writes:
+            computed = {
+                n.name: v for n, v in values.items() if isinstance(v, Tensor) and n.op != "get_attr"
+            }
+            copies = copies_of(computed)
+            values |= {node: copies[node.name] for node in values if node.name in copies}
+        return values
+
+    def _call(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if node in self.given:
+            return self.given[node]
+        if node.op == "call_module":  # an observer, which is not to look
+            return args[0]
+        if node in self._constant:
+            if node not in self._folded:
+                with torch.no_grad():
+                    self._folded[node] = run_call(node, args, kwargs)
+            return self._folded[node]
+        if torch.is_grad_enabled() and node.target in _ROUNDING:
+            return self._straight_through(node, args, kwargs)
+        with repeatable(node, 1):
+            return run_call(node, args, kwargs)
+
+    def _straight_through(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Round a value, and let gradients pass as if it had not been rounded."""
+        with torch.no_grad():
+            result = run_call(node, args, kwargs)
+        if node.target in qdq.QUANTIZE:
+            self._before[node] = args[0]
+        elif node.target in qdq.DEQUANTIZE:
+            before = self._before.get(node.args[0])  # type: ignore[arg-type]
+            if before is not None and before.requires_grad:
+                return before + (result - before).detach()
+        return result
+
+
+_ROUNDING = qdq.QUANTIZE | qdq.DEQUANTIZE | qdq.CHOOSE
+_CONVERSIONS = qdq.QUANTIZE | qdq.DEQUANTIZE
+
+
+def _of_constants(nodes: Sequence[Node]) -> set[Node]:
+    """Return the operators that quantize and dequantize parameters."""
+    found = {node for node in nodes if constant_of(node) is not None}
+    parameters = set(found)
+    for node in nodes:
+        if node.target in _CONVERSIONS and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found - parameters
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a program, and what it makes of calibration data in float and quantized.
+
+    Attributes:
+        name: path of the module, or the name of the product.
+        products: those that ask for the algorithm, in the order of the program.
+        outputs: names of the float tensors of it that operators behind it read.
+        batches: how many this process has.
+        rank: which of the processes it is.
+        exchange: gives something to all other processes, and returns what each gave, by rank; the processes
+            have to call it equally often.
+    """
+
+    name: str
+    products: tuple[Operands, ...]
+    outputs: tuple[str, ...]
+    batches: int
+    rank: int
+    exchange: Exchange
+    _float: PartlyRun = field(repr=False)
+    _quantized: PartlyRun = field(repr=False)
+    _end: str = ""
+
+    def inputs(
+        self, product: Operands, weights: Weights | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what a product reads of each batch: in the float program, and in the quantized one.
+
+        Both have the shape that the product's input has in the program.
+
+        Args:
+            weights: as for `given`.
+        """
+        sides = self._float, self._quantized
+        for batch in range(self.batches):
+            with self._with(weights):
+                exact, found = (_input(side, batch, product.node.name) for side in sides)
+            yield exact, found
+
+    def moments(self, product: Operands, weights: Weights | None = None) -> InputMoments:
+        """Return second moments of what a product reads in the quantized program, `(2, groups, K, K)`.
+
+        They are of the batches of all processes, and K is the number of columns of a group of the weight.
+
+        Each example is of the half that its float values say, whatever became of them.
+
+        Args:
+            weights: as for `given`.
+
+        Raises:
+            NotChanged: the input never saw data, all data is alike, or values are not finite.
+        """
+        observer = MomentObserver(*columns_of(product))
+        for exact, found in self.inputs(product, weights):
+            observer.add(found, example_hashes(exact, observer.columns.dim))
+        parts = self.exchange((observer.total, observer.count))
+        total, count = (sum(sums[1:], sums[0]) for sums in zip(*parts, strict=True))  # by rank
+        return normalized_moments(total, count)
+
+    def wanted(self, batch: int) -> tuple[Tensor, ...]:
+        """Return the outputs that the float program has of a batch, in the shapes of the program."""
+        return self._run(self._float, batch)
+
+    def given(self, batch: int, weights: Weights | None = None) -> tuple[Tensor, ...]:
+        """Return the outputs that the quantized program has of a batch, in the shapes of the program.
+
+        Where gradients are recorded they pass through all that rounds activations as if it did not.
+
+        Args:
+            weights: by the products' names, values in the place of their weights', in the same shape.
+        """
+        with self._with(weights):
+            return self._run(self._quantized, batch)
+
+    @contextmanager
+    def _with(self, weights: Weights | None) -> Iterator[None]:
+        side, before = self._quantized, self._quantized.given
+        side.given = dict(before)
+        for name, values in (weights or {}).items():
+            side.given |= weight_values(side, name, values)
+        try:
+            yield
+        finally:
+            side.given = before
+
+    def _run(self, side: PartlyRun, batch: int) -> tuple[Tensor, ...]:
+        read = [side.node(name) for name in self.outputs]
+        return tuple(side.ahead(batch, side.place[self._end] + 1, read))
+
+    @cached_property
+    def hashes(self) -> list[Tensor]:
+        """Of each batch, a hash of each example of the first output in float, `(N,)`: equal ones are equal.
+
+        An example is what one index of the first dimension has; of outputs of one dimension there is one.
+        """
+        return [
+            example_hashes(_in_rows(self.wanted(batch)[0]), -1) for batch in range(self.batches)
+        ]
+
+
+def _input(side: PartlyRun, batch: int, product: str) -> Tensor:
+    """Return what a product reads of a batch."""
+    node = side.node(product)
+    source = node.args[0]
+    assert isinstance(source, Node)
+    (value,) = side.ahead(batch, side.place[product], [source])
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _in_rows(value: Tensor) -> Tensor:
+    return value.reshape(len(value), 1, -1) if value.dim() > 1 else value.reshape(1, 1, -1)
+
+
+def weight_values(side: PartlyRun, product: str, values: Tensor) -> dict[Node, Any]:
+    """Return by node what a product has to read to have other values of its weight."""
+    read: Any = side.node(product).args[1]
+    found: dict[Node, Any] = {read: values.to(value_of(read).dtype)}
+    # What they are made of in the program is not computed then.
+    while read.all_input_nodes and (read := read.all_input_nodes[0]).op == "call_function":
+        if len(read.users) > 1:
+            break
+        found[read] = None
+    return found

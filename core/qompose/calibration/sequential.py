@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms that learn from data have their turn, from one part of a program to the next.
+
+The float program and the quantized one are run beside each other on all batches, part by part
+(`qompose.algorithms.blocks`): a part's inputs are those that quantizing all parts before it gives. What is
+held at a time is what the operators behind still read of each batch, and what is learned.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.progress import Progress
+from torch.fx import GraphModule, Node
+
+from qompose.algorithms import algorithms_of
+from qompose.algorithms.blocks import (
+    Block,
+    Exchange,
+    Learned,
+    LearnedWeight,
+    PartlyRun,
+    learned_of,
+    set_learned,
+    weight_values,
+)
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Algorithm, Algorithms, Part
+from qompose.algorithms.products import (
+    NotChanged,
+    Operands,
+    noted,
+    operands_of,
+    product_node,
+    weight_group,
+)
+from qompose.conversion.convert import draft_of
+from qompose.errors import CalibrationError
+from qompose.plan.plan import Plan
+from qompose.program.aliasing import written_buffers
+from qompose.program.graph import describe, is_float_tensor, module_path, module_stack
+from qompose.program.meta import META_KEY
+from qompose.program.user_input import binder, run_batch
+from qompose.spec.qdq import values_of_integers
+
+
+def learns(plan: Plan) -> bool:
+    """Tell whether algorithms that claims ask for learn from data."""
+    return any(True for _ in algorithms_of(plan.claims).learning(plan.claims))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A product that an algorithm is to learn of."""
+
+    algorithm: Algorithm
+    part: Part
+    product: Operands
+
+    @property
+    def path(self) -> str:
+        """Return the path of the weight."""
+        return str(self.product.weight.target)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Operators that follow one another, from `first` to `last` in the float program, and what is learned."""
+
+    name: str
+    first: int
+    last: int
+    asked: tuple[_Asked, ...]
+
+
+def learn(
+    prepared: GraphModule,
+    batches: Iterable[tuple[int, Any]],
+    transform: Callable[[Any], Any] | None,
+    rank: int,
+    exchange: Exchange,
+    bar: Progress,
+    note: Callable[[], None],
+) -> None:
+    """Let algorithms learn of a calibrated program, in place, what they have not learned yet.
+
+    Args:
+        batches: those of this process, with their numbers.
+        rank: which of the processes this is.
+        exchange: gives something to the other processes, and returns what each gave, by rank.
+        note: called whenever there is more to be kept.
+
+    Raises:
+        CalibrationError: the program writes in place, or a batch does not fit it; another process failed.
+        UncalibratedError: as for `convert_pt2e`.
+        MemberError: an algorithm raised an error of its own.
+    """
+    plan: Plan = prepared.meta[META_KEY].plan
+    if written := sorted(written_buffers(prepared.graph)):
+        raise CalibrationError(
+            f"the program writes to its buffers ({', '.join(written)}), so that what it gives for a batch "
+            "depends on those before it, and algorithms cannot learn of it part by part: leave those that "
+            "learn from data out of algorithms="
+        )
+    bind = binder(prepared)
+    given = [run_batch(bind, batch, transform, number) for number, batch in batches]
+    found, draft = draft_of(prepared)
+    said, algorithms = len(found.refused), algorithms_of(plan.claims)
+    sides = PartlyRun(prepared, given), PartlyRun(draft, given)
+    walk = _Walk(found, algorithms, *sides, len(given), rank, exchange)
+    del given
+    units = walk.units(list(walk.asked()))
+    before = learned_of(prepared) or Learned()
+    known = {weight.path: weight for weight in before.weights}
+
+    def keep(*, whole: bool) -> None:
+        refused = dict.fromkeys([*before.refused, *found.refused[said:]])
+        set_learned(prepared, Learned(tuple(known.values()), tuple(refused), whole))
+
+    task = bar.add_task("learning", total=len(units))
+    for number, unit in enumerate(units, start=1):
+        bar.update(task, description=f"learning {unit.name}")
+        walk.learn(unit, known)
+        keep(whole=False)
+        note()
+        bar.update(task, completed=number)
+    keep(whole=True)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A float program and the quantized one, on the way from one part to the next."""
+
+    found: Calibrated
+    algorithms: Algorithms
+    exact: PartlyRun
+    quantized: PartlyRun
+    batches: int
+    rank: int
+    exchange: Exchange
+
+    def asked(self) -> Iterator[_Asked]:
+        """Yield the products that algorithms can learn of, and note why they cannot of others."""
+        found = self.found
+        for algorithm, number, part in self.algorithms.learning(found.plan.claims):
+            claim = found.plan.claims[number]
+            node = product_node(claim, found.nodes) or found.nodes[claim.anchor]
+            with noted(found, algorithm, node):
+                product = operands_of(found, number)
+                weight_group(found, product)
+                if product.node.graph is not found.model.graph:
+                    raise NotChanged("it is in a body of control flow, which runs as a whole")
+                if product.node.name not in self.quantized.place:
+                    raise NotChanged("an observer of another package replaced it")
+                yield _Asked(algorithm, part, product)
+
+    def units(self, asked: Sequence[_Asked]) -> list[_Unit]:
+        """Return the parts to learn of, in the order of the program; parts that overlap are one."""
+        modules = _repeated(self.exact.nodes)
+        spans: list[_Unit] = []
+        for one in sorted(asked, key=lambda a: self.exact.place[a.product.node.name]):
+            spans.append(self._span(one, modules))
+        units: list[_Unit] = []
+        for span in sorted(spans, key=lambda unit: (unit.first, -unit.last)):
+            if units and span.first <= units[-1].last:
+                whole = units.pop()
+                last = max(whole.last, span.last)
+                span = replace(whole, last=last, asked=(*whole.asked, *span.asked))
+            units.append(span)
+        return units
+
+    def _span(self, one: _Asked, modules: Mapping[str, tuple[int, int]]) -> _Unit:
+        node = self.exact.node(one.product.node.name)
+        inside = [path for path, _ in module_stack(node) if path in modules]
+        if one.part == "product" or not inside:
+            at = self.exact.place[node.name]
+            return _Unit(module_path(node) or node.name, at, at, (one,))
+        return _Unit(inside[-1], *modules[inside[-1]], (one,))
+
+    def learn(self, unit: _Unit, known: dict[str, LearnedWeight]) -> None:
+        """Come to a part, and let algorithms decide on those of its weights that are not known."""
+        self.exact.advance(unit.first)
+        self.quantized.advance(self._start(unit.first))
+        given = self.quantized.given
+        for algorithm, asked in _by_algorithm(unit.asked):
+            waiting = [one for one in asked if one.path not in known]
+            if waiting:
+                known |= {weight.path: weight for weight in self._learned(unit, algorithm, waiting)}
+            for product in (one.product for one in asked):
+                number, q = weight_group(self.found, product)
+                if (integers := self.found.integers.get(number)) is not None:
+                    values = values_of_integers(integers, q)
+                    given |= weight_values(self.quantized, product.node.name, values)
+
+    def _start(self, first: int) -> int:
+        """Return the place in the quantized program behind the last operator before a place in the other."""
+        places = self.quantized.place
+        before = (n.name for n in reversed(self.exact.nodes[:first]) if n.op == "call_function")
+        return next((places[name] + 1 for name in before if name in places), 0)
+
+    def _learned(
+        self, unit: _Unit, algorithm: Algorithm, asked: Sequence[_Asked]
+    ) -> Iterator[LearnedWeight]:
+        """Let one algorithm learn, and yield what it decided."""
+        found, products = self.found, tuple(one.product for one in asked)
+        before = [weight_group(found, product)[1] for product in products]
+        outputs = tuple(_outputs(self.exact.nodes, unit))
+        end = self.exact.nodes[unit.last].name
+        block = Block(
+            unit.name, products, outputs, self.batches, self.rank, self.exchange,
+            self.exact, self.quantized, end,
+        )  # fmt: skip
+        said = len(found.made)
+        self.algorithms.learn(algorithm, found, block)
+        lines = found.made[said:]
+        for one, q in zip(asked, before, strict=True):
+            number, now = weight_group(found, one.product)
+            if number in found.integers:
+                where = describe(one.product.node)
+                line = next(
+                    (line for line in lines if where in line), f"{algorithm.word} of {where}"
+                )
+                yield LearnedWeight(
+                    one.path, line, q.scale, q.zero_point, now.scale, now.zero_point,
+                    found.integers[number],
+                )  # fmt: skip
+
+
+def _by_algorithm(asked: Sequence[_Asked]) -> Iterator[tuple[Algorithm, list[_Asked]]]:
+    """Yield what each algorithm is to learn of together, in the order of the program."""
+    waiting = list(asked)
+    while waiting:
+        algorithm = waiting[0].algorithm
+        yield algorithm, [one for one in waiting if one.algorithm is algorithm]
+        waiting = [one for one in waiting if one.algorithm is not algorithm]
+
+
+def _outputs(nodes: Sequence[Node], unit: _Unit) -> Iterator[str]:
+    """Yield the float tensors of a part that operators behind it read."""
+    inside = set(nodes[unit.first : unit.last + 1])
+    for node in nodes[unit.first : unit.last + 1]:
+        if node.op != "call_function" or not is_float_tensor(node):
+            continue
+        if any(reader not in inside for reader in _readers(node)):
+            yield node.name
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield the operators that read a value, behind observers."""
+    for user in node.users:
+        if user.op == "call_module":
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _repeated(nodes: Sequence[Node]) -> dict[str, tuple[int, int]]:
+    """Return the modules of several operators beside which others of their class have other numbers.
+
+    Each with the places of its first and last operator.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    siblings: dict[tuple[str, str], set[str]] = defaultdict(set)
+    family: dict[str, tuple[str, str]] = {}
+    for at, node in enumerate(nodes):
+        if node.op != "call_function":
+            continue
+        for path, kind in dict(module_stack(node)).items():
+            parent, _, name = path.rpartition(".")
+            if name.isdecimal():
+                places[path].append(at)
+                family[path] = parent, kind
+                siblings[parent, kind].add(path)
+    return {
+        path: (found[0], found[-1])
+        for path, found in places.items()
+        if len(found) > 1 and len(siblings[family[path]]) > 1
+    }

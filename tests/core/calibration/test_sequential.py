@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms learn from one part of a program after another, from what quantizing those before it gives."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, Statistics
+from qompose.algorithms import Algorithm, Block, NotChanged, noted, set_integers, weight_group
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Part
+from qompose.errors import CalibrationError, MemberError, StatisticsError, UnlearnedError
+from qompose.spec.claim import Claim
+from qompose.spec.qdq import integers_of
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from tests.core.algorithms.test_gptq import FOUR_BITS, data
+from tests.core.calibration.test_ranks import together
+from tests.core.live_bytes import LiveBytes
+from tests.core.toy import DYNAMIC, PRODUCTS, STATIC, Model, export, prepare, seeded, toy
+
+MODES = {
+    "static": replace(STATIC, weight=FOUR_BITS),
+    "dynamic": replace(DYNAMIC, weight=FOUR_BITS),
+    "weight-only": QuantizationConfig(None, None, FOUR_BITS, name="weights"),
+}
+SEQUENTIAL = replace(MODES["weight-only"], algorithms=("gptq_sequential",))
+
+
+class Layer(nn.Module):
+    """Two products, of which the second reads what the first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def net(layers: int = 2) -> nn.Module:
+    stack = nn.Sequential(*(Layer() for _ in range(layers)))
+    return seeded(
+        Model(lambda m, x: m.head(m.layers(x)), layers=stack, head=nn.Linear(24, 8)), 0, 0.2
+    )
+
+
+def batches(count: int = 4, seed: int = 0) -> list[Tensor]:
+    return [data(seed + number, 16, 24) for number in range(count)]
+
+
+def observed(model: nn.Module, config: QuantizationConfig) -> GraphModule:
+    with torch.no_grad():
+        return prepare(export(model, batches(1)[0]), toy(*PRODUCTS, config=config))
+
+
+def calibrated(model: nn.Module, config: QuantizationConfig, **options: Any) -> GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)
+        return qompose.calibrate(observed(model, config), batches(), **options)
+
+
+def notes(converted: GraphModule) -> str:
+    return "\n".join(qompose.report(converted).notes)
+
+
+@dataclass(frozen=True)
+class Watching(Algorithm):
+    """Rounds every weight down, and keeps what it was shown; it stops at a block if it is told to."""
+
+    word: ClassVar[str] = "watching"
+    part: Part = "product"
+    stop: str = ""
+    shown: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def learns(self, claim: Claim) -> Part | None:
+        return self.part
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        if block.name == self.stop:
+            raise RuntimeError("stopped")
+        self.shown[block.name] = (
+            [(p.node.name, [x[1] for x in block.inputs(p)]) for p in block.products],
+            [(block.wanted(batch), block.given(batch)) for batch in range(block.batches)],
+            block.outputs,
+        )
+        for product in block.products:
+            _, q = weight_group(found, product)
+            with noted(found, self, product) as effects:
+                down = integers_of(
+                    found.factors.constant(product.weight.name) - q.scale[:, None] / 2, q
+                )
+                set_integers(found, product, down)
+                effects.append("rounded down")
+
+
+class Values(Interpreter):
+    """What the operators of a program gave, and what they read, by name."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.read: dict[str, Any] = {}
+        self.gave: dict[str, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        self.read[n.name], self.gave[n.name] = args[:1], super().run_node(n)
+        return self.gave[n.name]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_are_those_of_the_program_with_all_weights_before_rounded(mode: str) -> None:
+    """As the converted model computes them in the end, to the bit."""
+    watching, model = Watching(), net()
+    config = replace(MODES[mode], algorithms=(watching,))
+    converted = qompose.convert_pt2e(calibrated(model, config))
+    assert list(watching.shown) == [
+        "layers.0.up",
+        "layers.0.down",
+        "layers.1.up",
+        "layers.1.down",
+        "head",
+    ]
+    for number, batch in enumerate(batches()):
+        values = Values(converted)
+        values.run(batch)
+        for products, _, _ in watching.shown.values():
+            for name, inputs in products:
+                assert torch.equal(inputs[number], values.read[name][0]), name
+    assert notes(converted).count("watching") == 0
+    assert len([line for line in qompose.report(converted).rewrites if "rounded down" in line]) == 5
+
+
+def test_a_block_is_the_repeated_module_around_a_product_or_the_product_alone() -> None:
+    watching, model = Watching("block"), net()
+    calibrated(model, replace(MODES["weight-only"], algorithms=(watching,)))
+    products, outputs, names = watching.shown["layers.1"]
+    assert [list(map(len, products[at][1])) for at in (0, 1)] == [[16] * 4] * 2
+    assert list(watching.shown) == ["layers.0", "layers.1", "head"] and len(names) == 1
+    for batch, (exact, _) in zip(batches(), outputs, strict=True):
+        assert torch.allclose(exact[0], model.get_submodule("layers")(batch), atol=1e-6)
+    assert not torch.equal(*(side[0] for side in outputs[0]))
+
+
+def test_sequential_gptq_is_truer_than_rounding_to_nearest_and_says_so() -> None:
+    model, other = net(), data(9, 16, 24)
+    plain, found = (
+        qompose.convert_pt2e(calibrated(model, c))
+        for c in (replace(SEQUENTIAL, algorithms=()), SEQUENTIAL)
+    )
+    with torch.no_grad():
+        exact = model(other)
+        lost = [float((exact - m(other)).square().sum()) for m in (plain, found)]
+    assert lost[1] * 2 < lost[0]
+    lines = [line for line in qompose.report(found).rewrites if "gptq_sequential of" in line]
+    assert len(lines) == 5
+
+
+@cache
+def learned() -> tuple[GraphModule, Statistics]:
+    """A model that GPTQ has learned of, and its statistics."""
+    prepared = calibrated(net(1), SEQUENTIAL)
+    return prepared, qompose.statistics(prepared)
+
+
+class TestStatistics:
+    """What was learned goes with the statistics, as long as they are whole."""
+
+    @pytest.mark.parametrize("kind", ["safetensors", "json"])
+    def test_they_give_the_same_bits(self, kind: str, tmp_path: Path) -> None:
+        model, path = net(1), tmp_path / f"seen.{kind}"
+        first, seen = learned()
+        seen.save(path)
+        second = Statistics.load(path).apply(observed(model, SEQUENTIAL))
+        one, other = (qompose.convert_pt2e(m).state_dict() for m in (first, second))
+        assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+    def test_parts_that_were_merged_lack_it(self) -> None:
+        _, seen = learned()
+        with pytest.raises(StatisticsError, match="learned"):
+            seen.merged(seen).apply(observed(net(1), SEQUENTIAL))
+
+    def test_other_scales_are_refused(self) -> None:
+        _, seen = learned()
+        three = replace(FOUR_BITS, quant_min=-4, quant_max=3)
+        prepared = seen.apply(observed(net(1), replace(SEQUENTIAL, weight=three)))
+        with pytest.raises(CalibrationError, match="other scales"):
+            qompose.convert_pt2e(prepared)
+
+    def test_a_calibration_goes_on_with_what_was_not_learned(self, tmp_path: Path) -> None:
+        def run(stop: str, **options: Any) -> tuple[Watching, GraphModule]:
+            watching = Watching(stop=stop)
+            config = replace(MODES["weight-only"], algorithms=(watching,))
+            return watching, calibrated(net(), config, **options)
+
+        path = tmp_path / "seen.safetensors"
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemberError, match="stopped"):
+            patch.setattr("qompose.calibration.calibrator.EVERY", 0.0)
+            run("layers.1.up", resume=path)
+        watching, resumed = run("", resume=path)
+        assert list(watching.shown) == ["layers.1.up", "layers.1.down", "head"]
+        _, whole = run("")
+        one, other = (qompose.convert_pt2e(m).state_dict() for m in (resumed, whole))
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_without_a_turn_conversion_is_refused_unless_that_is_allowed() -> None:
+    prepared = observed(net(1), SEQUENTIAL)
+    prepared(batches(1)[0])
+    with pytest.raises(UnlearnedError) as caught:
+        qompose.convert_pt2e(prepared)
+    assert caught.value.products == {"gptq_sequential": 3}
+    assert "3 products was not made" in notes(
+        qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+    )
+
+
+def test_a_failure_leaves_nothing_learned() -> None:
+    config = replace(MODES["weight-only"], algorithms=(Watching(stop="head"),))
+    prepared = observed(net(1), config)
+    with pytest.raises(MemberError, match="head"):
+        qompose.calibrate(prepared, batches())
+    with pytest.raises(UnlearnedError):
+        qompose.convert_pt2e(prepared)
+
+
+def test_products_in_bodies_and_programs_that_write_are_named() -> None:
+    def branch(m: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda y: m.inner(y), lambda y: y * 2.0, (m.outer(x),))
+
+    model = seeded(Model(branch, outer=nn.Linear(24, 24), inner=nn.Linear(24, 24)), 0, 0.2)
+    assert "inner" in notes(qompose.convert_pt2e(calibrated(model, SEQUENTIAL)))
+
+    def counting(m: Any, x: Tensor) -> Any:
+        m.seen.add_(1.0)
+        return m.layer(x) + m.seen
+
+    counter = Model(counting, layer=nn.Linear(24, 8))
+    counter.register_buffer("seen", torch.zeros(()))
+    with pytest.raises(CalibrationError, match="seen"):
+        calibrated(seeded(counter), SEQUENTIAL)
+
+
+def test_values_that_are_written_in_place_are_run_again_as_they_were() -> None:
+    def twice(m: Any, x: Tensor) -> Any:
+        return m.second(m.first(x).add_(1.0))
+
+    model = seeded(Model(twice, first=nn.Linear(24, 24), second=nn.Linear(24, 8)), 0, 0.2)
+    watching = Watching()
+    converted = qompose.convert_pt2e(
+        calibrated(model, replace(MODES["weight-only"], algorithms=(watching,)))
+    )
+    values = Values(converted)
+    values.run(batches(1)[0])
+    ((_, inputs),) = watching.shown["second"][0]
+    assert torch.equal(inputs[0], values.read["linear_1"][0])
+
+
+def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    qompose.calibrate(observed(net(1), SEQUENTIAL), batches(), progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "learning head" in printed.err and "3/3" in printed.err
+
+
+@pytest.mark.full
+def test_memory_is_that_of_a_part_not_of_all() -> None:
+    """What is held beside the model grows by three bytes for each value that was learned."""
+
+    def peak(layers: int) -> int:
+        prepared = observed(net(layers), SEQUENTIAL)
+        with LiveBytes() as live:
+            qompose.calibrate(prepared, batches(2))
+        return live.peak
+
+    size = 2 * 24 * 32
+    assert peak(5) - peak(2) < 3 * 3 * size
+
+
+BODY = """
+from tests.core.calibration.test_sequential import SEQUENTIAL, net, observed, batches
+model = qompose.calibrate(observed(net(), SEQUENTIAL), batches(5))
+qompose.statistics(model).save(f"{out}/{rank}.safetensors")
+from qompose.errors import CalibrationError
+data = [*batches(3), batches(1)[0] if rank else batches(1)[0] / 0]
+try:
+    qompose.calibrate(observed(net(), SEQUENTIAL), data, sharded=True)
+except CalibrationError as error:
+    print(error)
+"""
+
+
+@pytest.mark.full
+def test_processes_learn_together_what_one_learns(tmp_path: Path) -> None:
+    """Second moments are added in one order, so that all have the same, and one integer in 10,000 differs."""
+    done = together(tmp_path, BODY, count=2)
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr
+    ranks = [Statistics.load(tmp_path / f"{rank}.safetensors").learned for rank in (0, 1)]
+    alone = qompose.statistics(qompose.calibrate(observed(net(), SEQUENTIAL), batches(5))).learned
+    assert alone is not None and ranks[0] is not None and ranks[1] is not None
+    of_weights = zip(ranks[0].weights, ranks[1].weights, alone.weights, strict=True)
+    for one, other, own in of_weights:
+        assert torch.equal(one.integers, other.integers)
+        assert float((one.integers != own.integers).float().mean()) <= 1e-4
+
+
+def test_a_reason_not_to_change_is_a_line() -> None:
+    class Refusing(Watching):
+        word: ClassVar[str] = "refusing"
+
+        def learn(self, found: Calibrated, block: Block) -> None:
+            for product in block.products:
+                with noted(found, self, product):
+                    raise NotChanged("it is Tuesday")
+
+    converted = qompose.convert_pt2e(
+        calibrated(net(1), replace(MODES["weight-only"], algorithms=(Refusing(),)))
+    )
+    assert notes(converted).count("it is Tuesday") == 3
