@@ -4,8 +4,8 @@
     python -m tox run -e release                      # build and check what is there
     python -m tox run -e release -- --version 0.3.0   # set that version first, in all distributions
 
-The version of the core's `pyproject.toml` is that of all distributions; plugins require the core of the same minor
-version. Files go to `dist/`. Nothing is uploaded.
+The version in the core's `pyproject.toml` is that of all distributions; plugins require a core of the same
+minor version. Files go to `dist/`. Nothing is uploaded.
 """
 
 from __future__ import annotations

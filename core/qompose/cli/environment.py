@@ -16,7 +16,7 @@ from importlib_metadata import PackageNotFoundError, distribution, version
 from qompose.backend.discovery import algorithms, backends
 from qompose.cli.command import Command, Results
 
-_SETTINGS = re.compile(r"(QOMPOSE|TORCH|TORCHINDUCTOR|ATEN|OMP|MKL|KMP)_\w+|CXX|\w+_MAX_CPU_ISA")
+_SETTINGS = re.compile(r"(QOMPOSE_|TORCH|ATEN_|OMP_|MKL_|KMP_)\w+|CXX|\w+_MAX_CPU_ISA")
 """Environment variables that change what runs, or how fast."""
 _REQUIREMENT = re.compile(r"[\w.-]+")
 
@@ -93,8 +93,8 @@ def _version(name: str) -> str | None:
 
 ENV = Command(
     "print versions, processor and backends, for a bug report",
-    "Print what the behaviour of quantized models depends on: versions of Python, torch, qompose, its plugins "
-    "and what they require; the processor; the installed backends; environment variables.",
+    "Print what quantized models depend on: versions of Python, torch, qompose, its plugins and their "
+    "requirements; the processor; the installed backends; environment variables.",
     "qompose env\nqompose env --json",
     _add_arguments,
     _run,
