@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
+import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -289,7 +292,30 @@ class TestFiles:
         monkeypatch.undo()
         assert odd[0].save(str(path)) == path
         assert path.read_bytes() == odd[0].buffer and list(tmp_path.iterdir()) == [path]
-        assert path.stat().st_mode & 0o444 == 0o444 & ~current_umask()
+
+    def test_a_file_has_the_permissions_that_the_process_gives(
+        self, odd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And its mask is not touched, as another thread may write a file meanwhile."""
+        before = os.umask(0o027)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "umask", Mock(side_effect=AssertionError))
+                path = odd[0].save(tmp_path / "model.pte")
+        finally:
+            os.umask(before)
+        assert path.stat().st_mode & 0o777 == 0o640
+
+    def test_a_run_changes_no_settings_of_the_process(
+        self, odd: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        program = odd[0]
+        expected = program.run(*ODD_ARGS, **ODD_KWARGS)
+        with monkeypatch.context() as patched:
+            for module, name in ((warnings, "catch_warnings"), (logging.Logger, "setLevel")):
+                patched.setattr(module, name, Mock(side_effect=AssertionError(name)))
+            found = program.run(*ODD_ARGS, **ODD_KWARGS)
+        close(found, expected, step=0)
 
     @pytest.mark.full
     def test_trees_with_classes_of_the_user_are_flat_once_read(
@@ -308,11 +334,3 @@ class TestFiles:
             "assert torch.equal(actual, expected)\n"
         )
         python("-c", code, cwd=tmp_path)
-
-
-def current_umask() -> int:
-    import os
-
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

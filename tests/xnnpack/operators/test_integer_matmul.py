@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import qompose
 import torch
 from hypothesis import given, strategies as st
 from qompose_xnnpack.operators import integer_matmul
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from tests.collecting import kept
 from tests.xnnpack.operators.arithmetic import examples, int8, seeds, weights
@@ -35,6 +38,16 @@ class TestProducts:
         x, weight = int8(0, rows, depth), weights(0, columns, depth)
         expected = x.long() @ weight.long().t()
         assert torch.equal(integer_matmul.matmul(odd(x), odd(weight)).long(), expected)
+
+    @pytest.mark.parametrize(
+        "mode", [torch.device("meta"), FakeTensorMode()], ids=["device", "fake"]
+    )
+    def test_the_processor_is_probed_with_real_tensors(self, mode: Any) -> None:
+        """Whatever is going on when it is asked for the first time."""
+        probe = integer_matmul.int_mm_is_exact.__wrapped__
+        with mode:
+            found = probe()
+        assert found == probe()
 
     def test_matmul_of_all_extremes(self) -> None:
         x = torch.full((2, 4096), -128, dtype=torch.int8)

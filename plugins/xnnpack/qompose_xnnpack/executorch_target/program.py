@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -52,11 +51,12 @@ class _Loaded:
         """Return a method and whether it was loaded just now. The caller must hold the lock."""
         if name in self._methods:
             return self._methods[name], False
-        if self._program is None:
-            self._program = import_runtime().load_program(self._buffer)
-            self._methods = {each: self._program.load_method(each) for each in self.together}
-        if name not in self._methods:
-            self._methods[name] = self._program.load_method(name)
+        with quiet():  # it changes settings of the process, so not in every call
+            if self._program is None:
+                self._program = import_runtime().load_program(self._buffer)
+                self._methods = {each: self._program.load_method(each) for each in self.together}
+            if name not in self._methods:
+                self._methods[name] = self._program.load_method(name)
         return self._methods[name], True
 
     def forget(self, name: str) -> None:
@@ -87,7 +87,7 @@ class ExecutorchMethod:
         Raises ``ExecutorchTargetError`` if the runtime rejects it: an operator without a kernel, or a
         tensor that XNNPACK cannot define.
         """
-        with self._loaded.lock, quiet():
+        with self._loaded.lock:
             self._ready()
 
     def _ready(self) -> Any:
@@ -111,8 +111,7 @@ class ExecutorchMethod:
         """
         flat = self.interface.flat(args, kwargs, self.name)
         with self._loaded.lock:
-            with quiet():
-                method = self._ready()
+            method = self._ready()
             try:
                 outputs = method.execute(flat)
             except RuntimeError as error:
@@ -217,15 +216,13 @@ class ExecutorchProgram:
     def save(self, path: str | Path) -> Path:
         """Write the program as a ``.pte`` file and return its path: the whole file, or nothing."""
         path = Path(path)
-        number, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        draft = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
-            with os.fdopen(number, "wb") as file:
+            with draft.open("xb") as file:
                 file.write(self.buffer)
-            Path(draft).chmod(0o666 & ~_umask())
-            Path(draft).replace(path)
-        except BaseException:
-            Path(draft).unlink()
-            raise
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
         return path
 
     def load(self) -> None:
@@ -285,10 +282,3 @@ def _restored(buffer: bytes, text: str, meta: Mapping[str, Any]) -> ExecutorchPr
     for name, method in program.methods.items():
         method.meta = meta[name]
     return program
-
-
-def _umask() -> int:
-    """Return the process's mask of permissions, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from qompose.backend import kit
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # |x| <= 128 and |w| <= 128 give 128 * 128 * 1024 = 2**24: up to there float32 counts in ones.
 _FLOAT_BLOCK = 1024
@@ -45,10 +46,13 @@ def int_mm_is_exact() -> bool:
     Without VNNI oneDNN adds pairs of products in int16: 64 products 127 * 127 then give 8160, not
     1,032,256. Probed once per process, with one row and with many, which take different code.
     """
-    weight = torch.full((16, 64), 127, dtype=torch.int8)
-    return all(
-        bool((torch._int_mm(weight[:rows], weight.t()) == 64 * 127 * 127).all()) for rows in (1, 16)
-    )
+    # The answer is kept, so it must not come from a tracer's tensors or those of another device.
+    with _disable_current_modes():
+        weight = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
+        return all(
+            bool((torch._int_mm(weight[:rows], weight.t()) == 64 * 127 * 127).all())
+            for rows in (1, 16)
+        )
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
