@@ -489,7 +489,7 @@ def normalized_moments(
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
     """Return what moments are multiplied by because the input is divided by factors of its channels."""
-    values = _factors_read(found, product)
+    values = factors_read(found, product)
     if values is None:
         return 1.0
     taps = 1 if columns.window is None else math.prod(columns.window.size)
@@ -497,7 +497,7 @@ def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor 
     return inverse[:, :, None] * inverse[:, None, :]
 
 
-def _factors_read(found: Calibrated, product: Operands) -> Tensor | None:
+def factors_read(found: Calibrated, product: Operands) -> Tensor | None:
     """Return what the channels of the input of a product are divided by, None where they are not."""
     divided = found.factors.divided.get(product.source.name)
     if divided is not None and product.node.name in divided.users:

@@ -1,39 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scale search: ranges of weights below eight bits, narrower where clipping a few values serves the others.
+"""Scale search: ranges of weights of few bits, wider or narrower than that of all values.
 
 With few integers the step is so coarse that the largest value of a channel or a block, for which it has to be
 as coarse as it is, may better be clipped. Parts of the range of all values are tried, and for each channel or
-block the one of least squared error is taken, without data. The inputs of a product are supposed to have no
-correlations, and a mean as large as their deviation: its error is `sum(e^2) + sum(e)^2`. The second term
-counts, since what is clipped often lies on one side of 0.
+block the one of least squared error is taken.
+
+The error of a product goes by the inputs of its columns: `sum(v e^2) + sum(m e)^2` for errors `e` of the
+weight, and variances `v` and means `m` of the channels, as if these did not correlate. The second term
+counts, since what is clipped often lies on one side of 0. Parts are chosen by each half of the examples and
+judged by the other, and the range of all values stays unless they are better there. Without data, `v` and
+`m` would have to be supposed: some networks gain and others lose by that, so it is done only where somebody
+asks for it by word. A table has no inputs: its error is that of its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
-from qompose.algorithms.products import NOTHING, NotChanged, check_own_scales, product_node
+from qompose.algorithms.products import (
+    NOTHING,
+    NotChanged,
+    NotKnown,
+    Operands,
+    channel_dim,
+    check_own_scales,
+    factors_read,
+    groups_of,
+    operands_of,
+    product_node,
+)
+from qompose.observers.input_sums import Columns
 from qompose.observers.make_observer import make_observer
+from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.graph import constant_of
 from qompose.spec.algorithm_choice import SCALE_SEARCH as WORD
+from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, in_rows, integers_of, values_of_integers
 from qompose.spec.qparams import in_blocks
 
-_PARTS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-"""Of the range of all values; the first that is best is taken."""
+_PARTS = (*(n / 40 for n in range(40, 31, -1)), *(n / 40 for n in range(41, 45)),
+          *(n / 20 for n in range(15, 9, -1)))  # fmt: skip
+"""Of the range of all values, that itself first; the first that is best is taken."""
+_DOUBT = 0.01
+"""What is added to each variance, in units of the mean square: other data may have louder channels."""
 
 
 class ScaleSearch(Algorithm):
-    """Searches the ranges of weights whose claims ask for it, or are below eight bits and ask for nothing."""
+    """Searches the ranges of weights whose claims ask for it, or have few bits and ask for nothing."""
 
     word = WORD
+
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Columns, int]]:
+        for claim in filter(self.is_wanted, claims):
+            node = product_node(claim, nodes)
+            product = None if node is None else Operands.of(node)
+            if product is not None and constant_of(product.weight) is not None:
+                yield product.source, *_channels_of(product)
 
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
         plan = found.plan
@@ -41,17 +74,18 @@ class ScaleSearch(Algorithm):
         claims = [plan.claims[claim] for claim in plan.groups[number].claims]
         if constant_of(weight) is None or not all(map(self.is_wanted, claims)):
             return None
+        asked = any(map(self.is_asked, claims))
         try:
             check_own_scales(found, number)
-            products = all(product_node(claim, found.nodes) is not None for claim in claims)
-            chosen, gain = _searched(found, number, q, is_product=products)
+            inputs, what = _inputs_of(found, number, asked=asked)
+            chosen, gain = _searched(found, number, q, inputs)
         except NotChanged as reason:
-            if any(map(self.is_asked, claims)):
+            if asked:
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
             return None
         found.made.append(
-            f"{self.word} of {weight.target}: squared error {gain:.2f} times smaller than with the range of "
-            "all values"
+            f"{self.word} of {weight.target}: {what} {gain:.2f} times smaller than with the range of all "
+            "values"
         )
         return chosen
 
@@ -72,8 +106,112 @@ class ScaleSearch(Algorithm):
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
 
 
+def _channels_of(product: Operands) -> tuple[Columns, int]:
+    """Return the channels of a product's input, each for itself, and how many there are."""
+    weight = constant_of(product.weight)
+    assert weight is not None
+    transposed = product.node.target in TRANSPOSED
+    channels = weight.shape[0] if transposed else weight.shape[1] * groups_of(product.node)
+    return Columns(channel_dim(product.node, product.weight), correlated=False), int(channels)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of each value of a weight, in shapes that broadcast against it.
+
+    Attributes:
+        variance, mean: of the input, in a unit that keeps its square near 1.
+    """
+
+    variance: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, sums: Tensor, count: Tensor, unit: Tensor, product: Operands) -> _Inputs:
+        """Return those of sums of channels and of their squares, `(2, C)`, over `count` rows."""
+        mean, square = sums / count.clamp(min=1)
+        variance = (square - mean.square()).clamp(min=0.0) / unit + _DOUBT
+        return cls(_as_weight(variance, product), _as_weight(mean / unit.sqrt(), product))
+
+    def rows(self, first: int, last: int) -> _Inputs:
+        """Return those of some rows of the weight."""
+        if self.mean.dim() == 0 or len(self.mean) == 1:
+            return self
+        return _Inputs(self.variance[first:last], self.mean[first:last])
+
+    def error(self, off: Tensor, q: QParams) -> Tensor:
+        """Return the squared error of a weight that is off by so much, in the shape of the scales."""
+        by_mean = _of_scales(off * self.mean, q).square()
+        return _of_scales(off.square() * self.variance, q) + by_mean
+
+
+def _as_weight(values: Tensor, product: Operands) -> Tensor:
+    """Return a number for each input channel, `(C,)`, in a shape that broadcasts against the weight."""
+    weight = constant_of(product.weight)
+    assert weight is not None
+    groups, taps = groups_of(product.node), [1] * (weight.dim() - 2)
+    values = values.float().to(weight.device)
+    if product.node.target in TRANSPOSED:
+        return values.view(-1, 1, *taps)
+    if groups == 1:
+        return values.view(1, -1, *taps)
+    each = values.view(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
+    return each.reshape(len(weight), -1, *taps)
+
+
+def _inputs_of(found: Calibrated, number: int, *, asked: bool) -> tuple[list[_Inputs], str]:
+    """Return the inputs by which parts are chosen, and what their error is called.
+
+    Those of both halves of the examples and of all; else the one that is supposed.
+
+    Raises:
+        NotChanged: they are not known, and nobody asked by word.
+    """
+    numbers = found.plan.groups[number].claims
+    one, none = torch.tensor(1.0), torch.tensor(0.0)
+    if any(product_node(found.plan.claims[n], found.nodes) is None for n in numbers):
+        return [_Inputs(one, none)], "squared error"  # of a table, or of what is no plain product
+    try:
+        return _seen(found, [operands_of(found, n) for n in numbers]), _HELD_BACK
+    except NotKnown:
+        if not asked:
+            raise
+        return [_Inputs(one, one)], "without data, squared error for inputs that are all alike"
+
+
+_HELD_BACK = "squared error on calibration data held back"
+
+
+def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
+    """Return the inputs of products that share a weight: of each half of the examples, and of all.
+
+    Raises:
+        NotChanged: they never saw data, all data is alike, or values are not finite.
+    """
+    observers = [found.sums.get((p.source, _channels_of(p)[0])) for p in products]
+    if any(observer is None or not bool(observer.count.any()) for observer in observers):
+        raise NotKnown("its input never saw calibration data")
+    sums = sum(o.total[:, 0] / _powers(found, p) for o, p in zip(observers, products, strict=True))
+    count = sum(observer.count for observer in observers)
+    unit = sums.sum(0)[1].mean() / count.sum()
+    if not bool(sums.isfinite().all()) or not unit > 0:
+        raise NotChanged("its input is zero, or has values that are not finite")
+    if not bool(count.all()):
+        raise NotChanged(
+            "too few different examples of its input were seen, and none can be held back"
+        )
+    halves = zip((*sums, sums.sum(0)), (*count, count.sum()), strict=True)
+    return [_Inputs.of(some, number, unit, products[0]) for some, number in halves]
+
+
+def _powers(found: Calibrated, product: Operands) -> Tensor | float:
+    """Return what sums of channels and of their squares are divided by, `(2, C)`, for factors."""
+    values = factors_read(found, product)
+    return 1.0 if values is None else torch.stack([values.double(), values.double().square()])
+
+
 def _searched(
-    found: Calibrated, number: int, q: QParams, *, is_product: bool
+    found: Calibrated, number: int, q: QParams, inputs: Sequence[_Inputs]
 ) -> tuple[QParams, float]:
     """Return the parameters of least error, and how many times smaller that is.
 
@@ -83,44 +221,52 @@ def _searched(
     group = found.plan.groups[number]
     weight = found.factors.constant(group.points[0].source)
     in_parts = q.blocks or q.axis == 0
-    parts = _rows(weight, q) if in_parts else [weight]
-    pieces = [_best(part, q, group.spec, is_product) for part in parts]
+    # Several scales along the first dimension are in no two parts.
+    block = weight.shape[0] // q.scale.shape[0] if q.blocks else 1
+    parts = in_rows(weight, multiple=block) if in_parts else [(0, len(weight), weight)]
+    pieces = [
+        _best(rows, q, group.spec, [given.rows(first, last) for given in inputs])
+        for first, last, rows in parts
+    ]
     scales, zero_points, before, after = zip(*pieces, strict=True)
     if not sum(after) < sum(before):
-        raise NotChanged("no narrower range has a smaller error")
+        raise NotChanged(f"no other range has a smaller {_HELD_BACK if inputs[1:] else 'error'}")
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
     return replace(q, scale=scale, zero_point=zero_point), sum(before) / max(sum(after), NOTHING)
 
 
-def _rows(weight: Tensor, q: QParams) -> Iterator[Tensor]:
-    """Yield a weight in parts of some rows that share no scale, so that no large copy is ever held."""
-    block = weight.shape[0] // q.scale.shape[0] if q.blocks and weight.numel() else 1
-    yield from (rows for _, _, rows in in_rows(weight, multiple=block))
-
-
 def _best(
-    values: Tensor, q: QParams, spec: Any, is_product: bool
+    values: Tensor, q: QParams, spec: Any, inputs: Sequence[_Inputs]
 ) -> tuple[Tensor, Tensor, float, float]:
-    """Return scale and zero point of least error, the error of the range of all values, and the least."""
+    """Return scale and zero point of least error, the error of the range of all values, and the least.
+
+    Of two halves and all, what is best for all is returned, and the errors are those on each half of what is
+    best for the other.
+    """
     observer: Any = make_observer(spec)
     observer(values)
-
-    def tried(part: float) -> tuple[Tensor, Tensor, Tensor]:
+    best, whole = list[tuple[Tensor, ...]](), list[Tensor]()
+    for part in _PARTS:
         scale, zero_point = observer.qparams_of_part(part)
         now = replace(q, scale=scale, zero_point=zero_point)
         off = values_of_integers(integers_of(values, now), now) - values.float()
-        error = _of_scales(off.square(), now)
-        return scale, zero_point, error + is_product * _of_scales(off, now).square()
+        errors = [given.error(off, now) for given in inputs]
+        held = [errors[1], errors[0], errors[2]] if errors[1:] else errors
+        tried = [(scale, zero_point, *pair) for pair in zip(errors, held, strict=True)]
+        whole = whole or held
+        best = [_better(*two) for two in zip(tried, best or tried, strict=True)]
+    judged = slice(0, max(1, len(inputs) - 1))
+    before, after = (
+        math.fsum(float(error.sum()) for error in which[judged])
+        for which in (whole, [found[3] for found in best])
+    )
+    return best[-1][0], best[-1][1], before, after
 
-    best = tried(1.0)
-    before = best[2].sum()
-    for found in map(tried, _PARTS):
-        better = found[2] < best[2]
-        scale, zero_point, error = (
-            torch.where(better, *two) for two in zip(found, best, strict=True)
-        )
-        best = scale, zero_point, error
-    return best[0], best[1], float(before), float(best[2].sum())
+
+def _better(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return scales, zero points and errors of the one by scale whose third, its error, is smaller."""
+    is_better = one[2] < other[2]
+    return tuple(torch.where(is_better, *pair) for pair in zip(one, other, strict=True))
 
 
 def _of_scales(values: Tensor, q: QParams) -> Tensor:

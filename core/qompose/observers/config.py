@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from qompose.errors import ConfigError, near_names
 from qompose.json_codec import (
     BOOLEAN,
+    DTYPE,
     INTEGER,
     NUMBER,
     QSCHEME,
@@ -31,6 +32,7 @@ from qompose.json_codec import (
     check_keys,
     check_mapping,
     named,
+    of_type,
     optional,
     record,
     sequence,
@@ -58,7 +60,7 @@ from qompose.observers.min_max import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.spec.algorithm_choice import SMOOTH_QUANT, SmoothQuant
+from qompose.spec.algorithm_choice import algorithm_class, word_of
 from qompose.spec.quantization_spec import (
     INTEGERS,
     FixedQParamsQuantizationSpec,
@@ -439,25 +441,45 @@ def _read_spec(data: Any, path: str) -> Any:
     return _SPECS[FixedQParamsQuantizationSpec if fixed else QuantizationSpec].read(data, path)
 
 
-_SMOOTH_QUANT = record(SmoothQuant, {"alpha": optional(NUMBER)})
-
-
 def _write_algorithm(choice: Any, path: str) -> Any:
     """Return an algorithm as data: its word, or with options an object that has the word as its key."""
-    if isinstance(choice, SmoothQuant):
-        return {SMOOTH_QUANT: _SMOOTH_QUANT.write(choice, path)}
-    if not isinstance(choice, str):
+    if isinstance(choice, str):
+        return TEXT.write(choice, path)
+    word = word_of(choice)
+    kind = algorithm_class(word, path)
+    if type(choice) is not kind:
         raise ConfigError(
-            f"{path} is the object {choice!r}, whose options JSON cannot name: ask for it by its word"
+            f"{path} is the object {choice!r}, but the package that offers the word {word!r} has "
+            f"{kind.__name__} for it: only that can be data"
         )
-    return TEXT.write(choice, path)
+    return {word: _options_of(kind, path).write(choice, f"{path}.{word}")}
 
 
 def _read_algorithm(data: Any, path: str) -> Any:
-    if not isinstance(data, Mapping):
+    if isinstance(data, str) or not isinstance(data, Mapping):
         return TEXT.read(data, path)
-    check_keys(data, (SMOOTH_QUANT,), path)
-    return _SMOOTH_QUANT.read(data.get(SMOOTH_QUANT), f"{path}.{SMOOTH_QUANT}")
+    if len(data) != 1:
+        raise ConfigError(f"{path} must be a word, or a word with its options, got {data!r}")
+    ((word, options),) = data.items()
+    kind = algorithm_class(word, path)
+    try:
+        return _options_of(kind, path).read(options, f"{path}.{word}")
+    except ConfigError:
+        raise
+    except Exception as error:  # what another package makes of a value
+        raise ConfigError(f"{path}.{word}: {type(error).__name__}: {error}") from error
+
+
+def _options_of(kind: type, path: str) -> Codec:
+    """Return the codec of an algorithm's options, which are the fields of its dataclass."""
+    if not is_dataclass(kind):
+        raise ConfigError(f"{path}: {kind.__name__} is not a dataclass, so it has no named options")
+    try:
+        return of_type(kind, {torch.dtype: DTYPE})
+    except (KeyError, TypeError, NameError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {kind.__name__} has options of types that data cannot hold ({error})"
+        ) from error
 
 
 def _write_listed_spec(spec: Any, path: str) -> Any:

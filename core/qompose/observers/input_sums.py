@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.errors import StatisticsError
-from qompose.observers.row_sample import example_hashes
+from qompose.observers.row_sample import example_hashes, examples_of
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import free_attribute, get_attribute, owner_of, value_of
 from qompose.program.meta import tag, tag_of
@@ -164,16 +164,19 @@ class Columns:
         groups: of a convolution.
         window: of a convolution that is not transposed: its columns are the taps of each channel. Else None,
             and the columns are the channels.
+        correlated: whether products of two columns are kept. Else there are sums of each channel and of its
+            squares, in which equal rows of one example, as padding is, count once.
     """
 
     dim: int
     groups: int = 1
     window: Window | None = None
+    correlated: bool = True
 
     def of(self, x: Tensor) -> Tensor:
         """Return the columns of an input for every row of the product, `(groups, N, C / groups * taps)`."""
         if self.window is None:
-            rows = x.movedim(self.dim, -1).flatten(0, -2)
+            rows = x.movedim(self.dim, -1).reshape(-1, x.shape[self.dim])
         else:
             rows = _unfolded(x, self.dim, self.window)
         return rows.reshape(len(rows), self.groups, -1).transpose(0, 1)
@@ -201,7 +204,8 @@ class Moments:
 
     Attributes:
         columns: which values they are of.
-        total: sums of products over rows, `(2, groups, K, K)` in float64, K = C / groups * taps.
+        total: sums of products over rows, `(2, groups, K, K)` in float64, K = C / groups * taps; of columns
+            that are not correlated, sums of them and of their squares, `(2, groups, 2, K)`.
         count: how many rows each half has, `(2,)` integers.
     """
 
@@ -237,7 +241,8 @@ class MomentObserver(_SumObserver):
     def __init__(self, columns: Columns, width: int) -> None:
         super().__init__()
         self.columns = columns
-        shape = 2, columns.groups, width, width
+        self.asked = columns.correlated  # the others are for what can do without
+        shape = 2, columns.groups, width if columns.correlated else 2, width
         self.register_buffer("total", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
@@ -252,9 +257,14 @@ class MomentObserver(_SumObserver):
         total, count = self.total.clone(), self.count.clone()
         for half, which in enumerate((~second, second)):
             for some in self._parts(x, which):
-                rows = self.columns.of(some.double())
-                total[half] += rows.transpose(1, 2) @ rows
-                count[half] += rows.shape[1]
+                if self.columns.correlated:
+                    rows = self.columns.of(some.double())
+                    total[half] += rows.transpose(1, 2) @ rows
+                    count[half] += rows.shape[1]
+                else:
+                    rows = distinct_rows(some.double(), self.columns.dim)
+                    total[half] += torch.stack([rows.sum(0), rows.square().sum(0)])
+                    count[half] += len(rows)
         self.total, self.count = total, count
 
     def _parts(self, x: Tensor, which: Tensor) -> Iterable[Tensor]:
@@ -283,6 +293,18 @@ class MomentObserver(_SumObserver):
         if moments.total.shape != self.total.shape:
             raise StatisticsError("second moments of other columns")
         self.total, self.count = moments.total.clone(), moments.count.clone()
+
+
+def distinct_rows(x: Tensor, dim: int) -> Tensor:
+    """Return the rows of channels along `dim`, those of one example that are equal once, `(N, C)`."""
+    rows = examples_of(x, dim)
+    rows = rows.reshape(len(rows), -1, rows.shape[-1])
+    # Different rows have different products with numbers that are no multiples of one another.
+    numbers = torch.linspace(1.0, 2.0, rows.shape[-1], dtype=rows.dtype, device=rows.device).sin()
+    keys, order = (rows * numbers).sum(-1).sort(dim=1, stable=True)
+    new = torch.ones_like(keys, dtype=torch.bool)
+    new[:, 1:] = keys[:, 1:] != keys[:, :-1]
+    return rows[torch.zeros_like(new).scatter_(1, order, new)]
 
 
 _TOGETHER = 2**24

@@ -102,7 +102,7 @@ class RowSample:
 
     def add(self, x: Tensor, dim: int) -> None:
         """Take candidates from a finite tensor of any shape with at least one element."""
-        examples = _examples(x, dim)
+        examples = examples_of(x, dim)
         rows = _rows(examples)
         of_example = _hashes(_some_values(examples)).repeat_interleave(rows.shape[1])
         rows = rows.flatten(0, 1)
@@ -155,7 +155,7 @@ class RowSample:
 
 def example_hashes(x: Tensor, dim: int) -> Tensor:
     """Return a hash of each example of a tensor whose channels are along `dim`, `(N,)` on the CPU."""
-    return _hashes(_some_values(_examples(x, dim)))
+    return _hashes(_some_values(examples_of(x, dim)))
 
 
 def _ranked(order: Tensor, most: int) -> Tensor:
@@ -203,7 +203,7 @@ def _counted(strata: Tensor) -> tuple[Tensor, Tensor]:
     return there + first, counts[there]
 
 
-def _examples(x: Tensor, dim: int) -> Tensor:
+def examples_of(x: Tensor, dim: int) -> Tensor:
     """Return a tensor with its examples in the first dimension and its channels in the last, `(N, ..., C)`.
 
     One whose first dimension has the channels, or that has no other, is one example.

@@ -139,6 +139,36 @@ def _is_ours(choice: object) -> bool:
     return type(choice).__module__.partition(".")[0] == "qompose"
 
 
+def algorithm_class(word: object, path: str) -> type:
+    """Return the class whose objects ask for an algorithm with options; a package that offers it is imported.
+
+    Args:
+        path: where it is asked for, for messages.
+
+    Raises:
+        ConfigError: the word has no options, no installed package offers it, or that cannot be imported.
+    """
+    if word == SMOOTH_QUANT:
+        return SmoothQuant
+    if word in ALGORITHM_WORDS:
+        raise ConfigError(f"{path}: {word} has no options that can be data: ask for it by its word")
+    points = {point.name: point for point in entry_points(ALGORITHM_GROUP)}
+    if word not in points:
+        hint = near_names(str(word), (SMOOTH_QUANT, *points))
+        raise ConfigError(
+            f"{path}: no installed package offers the algorithm {word!r}{hint}, so its options cannot be "
+            "data. Ask for it by its word, or install the package"
+        )
+    try:
+        found = points[str(word)].load()
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: the algorithm {word!r} cannot be imported from {points[str(word)].value}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return found if isinstance(found, type) else type(found)
+
+
 def by_owner(claims: Iterable[Any]) -> Iterator[str]:
     """Yield, for each owner of claims and algorithm that they ask for, both with the number of products."""
     asked = Counter((claim.owner, str(choice)) for claim in claims for choice in claim.algorithms)

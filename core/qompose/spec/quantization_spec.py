@@ -386,9 +386,9 @@ class QuantizationConfig:
     "scale_search", "gptq", "bias_correction", words that installed packages offer, and objects of
     `qompose.algorithms.Algorithm`. `()` makes none. If it is None, static configurations make those that cost
     nothing at run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on
-    calibration data held back, and bias correction of products that have a bias; and weights below eight bits
-    have their scales searched in every mode. QAT configurations then make none. The report lists what was
-    balanced and what algorithms made.
+    calibration data held back, and bias correction of products that have a bias; and weights of six bits or
+    fewer have their scales searched in every mode, by calibration data or as tables. QAT configurations then
+    make none. The report lists what was balanced and what algorithms made.
 
     `options` are words of rules that apply only where they are asked for (`qompose.backend.Rule.option`),
     such as those that cost accuracy; each backend has its own.
@@ -428,7 +428,7 @@ class QuantizationConfig:
         """Return the words of the algorithms that are made where they help: the configuration names none."""
         if self.algorithms is not None or self.is_qat or self.weight is None:
             return ()
-        low = (SCALE_SEARCH,) if fits_bits(self.weight, 7) else ()
+        low = (SCALE_SEARCH,) if fits_bits(self.weight, 6) else ()
         static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()
         return (*low, *static)
 

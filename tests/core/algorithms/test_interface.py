@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -177,6 +178,9 @@ def test_an_object_has_no_name_in_data_but_its_word_in_saved_models(tmp_path: Pa
 
 
 PACKAGE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from qompose.algorithms import Algorithm, change_products, set_integers, weight_of
 
@@ -191,9 +195,38 @@ class Zeros(Algorithm):
 
 class Needy(Zeros):
     def __init__(self, bits): ...
+
+@dataclass(frozen=True)
+class Level(Algorithm):
+    word: ClassVar[str] = "level"
+    value: int = 0
+    shares: tuple[float, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        if self.value > 7:
+            raise ValueError("at most 7")
+
+    def correct(self, found):
+        def change(product, claim):
+            full = torch.full_like(weight_of(found, product), self.value, dtype=torch.int8)
+            set_integers(found, product, full)
+            return f"all {self.value}"
+        change_products(found, self, change)
+
+@dataclass(frozen=True)
+class Odd(Level):
+    word: ClassVar[str] = "odd"
+    model: torch.nn.Module | None = None
 """
-OFFERED = "zeros = acme_zeros:Zeros\nalias = acme_zeros:Zeros\ngptq = acme_zeros:Zeros\n"
-OFFERED += "needy = acme_zeros:Needy\ntorch = acme_zeros:torch\ngone = acme_gone:X\n"
+OFFERED = "\n".join(
+    f"{word} = {value}"
+    for word, value in {
+        "zeros": "acme_zeros:Zeros", "level": "acme_zeros:Level", "odd": "acme_zeros:Odd",
+        "alias": "acme_zeros:Zeros", "gptq": "acme_zeros:Zeros", "needy": "acme_zeros:Needy",
+        "torch": "acme_zeros:torch", "gone": "acme_gone:X",
+    }.items()
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -215,11 +248,55 @@ def test_another_package_offers_one_by_its_word() -> None:
         replace(STATIC, algorithms=("zeroes",))
     assert config_from_json(config_to_json(replace(STATIC, algorithms=("zeros",))))
     statuses = {info.name: check_algorithm(info).status for info in algorithms()}
-    assert statuses.pop("zeros") == "usable" and {*statuses.values()} == {"broken"}
+    assert {statuses.pop(word) for word in ("zeros", "level", "odd")} == {"usable"} and {
+        *statuses.values()
+    } == {"broken"}
     for word in statuses:
         with pytest.raises(PluginError) as error:
             load_algorithm(word)
         assert (error.value.name, error.value.kind) == (word, "algorithm")
+
+
+@pytest.mark.usefixtures("acme")
+def test_objects_of_packages_keep_their_options_in_data() -> None:
+    module = import_module("acme_zeros")
+    config = replace(STATIC, algorithms=(module.Level(3, (0.5, 2.0), torch.int8),))
+    data = config_to_json(config)
+    assert data["algorithms"] == [{"level": {"value": 3, "shares": [0.5, 2.0], "dtype": "int8"}}]
+    read = config_from_json(json.loads(json.dumps(data)))
+    assert read == config
+    assert integers(converted(*read.algorithms), "0") == [3]
+    assert config_to_json(replace(STATIC, algorithms=(module.Level(),)))["algorithms"] == [
+        {"level": {}}
+    ]
+
+
+@pytest.mark.usefixtures("acme")
+@pytest.mark.parametrize(
+    "data, named",
+    [
+        ({"level": {"valu": 3}}, "did you mean.*value"), ({"level": {"value": "3"}}, "level.value"),
+        ({"level": {"value": 8}}, "at most 7"), ({"level": 3}, "level"), ({"levle": {}}, "'level'"),
+        ({"level": {}, "zeros": {}}, "a word"), ({"zeros": {}}, "not a dataclass"), ({"odd": {}}, "Odd"),
+        ({"gone": {}}, "acme_gone"), ({"gptq": {"damping": 0.1}}, "no options"),
+        ({"smooth_quant": {"alpah": 0.5}}, "alpha"), ({}, "a word"), (["level"], "a string"),
+    ],
+)  # fmt: skip
+def test_options_that_data_gets_wrong_are_named(data: Any, named: str) -> None:
+    whole = {**config_to_json(STATIC), "algorithms": [data]}
+    with pytest.raises(ConfigError, match=named) as error:
+        config_from_json(whole)
+    assert "algorithms[0]" in str(error.value)
+
+
+@pytest.mark.usefixtures("acme")
+def test_an_object_that_its_package_does_not_offer_is_no_data() -> None:
+    class Mine(Constant):
+        word = "level"
+
+    for wrong in (Mine(), import_module("acme_zeros").Odd(model=nn.Linear(1, 1))):
+        with pytest.raises(ConfigError):
+            config_to_json(replace(STATIC, algorithms=(wrong,)))
 
 
 def test_none_is_offered() -> None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scale search: narrower ranges of weights below eight bits, where they have a smaller error."""
+"""Scale search: other ranges of weights of few bits, where they have a smaller error."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import qompose
 import torch
+from hypothesis import given, strategies as st
 from qompose import QuantizationConfig
 from qompose.observers import PerBlockMinMaxObserver, PerChannelHistogramObserver
+from qompose.observers.input_sums import distinct_rows
 from qompose.spec.quantization_spec import QuantizationSpec
-from torch import nn
+from torch import Tensor, nn
 
 from tests.core import toy as toys
+from tests.core.algorithms.test_correction import padded
 from tests.core.algorithms.test_gptq import ALONG_ONE, BLOCKS, FOUR_BITS, PER_TENSOR, data
 from tests.core.algorithms.test_smoothing import lines
 from tests.core.toy import PRODUCTS, WEIGHT, convert, export, toy
@@ -75,6 +79,113 @@ def test_in_every_layout_of_a_weight(
     model = toys.seeded(model).eval()
     searched, plain = (run(model, weight_only(spec, words), *shape) for words in (None, ()))
     assert error(model, searched, *shape) < error(model, plain, *shape)
+
+
+def loud(seed: int, *shape: int) -> Tensor:
+    """Every fourth channel, along dimension 1, is ten times as large as the others."""
+    sizes = torch.ones(shape[1])
+    sizes[::4] = 10.0
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 0.2
+    return x * sizes.view(-1, *[1] * (len(shape) - 2))
+
+
+@pytest.mark.parametrize(
+    "model, shape, spec",
+    [
+        (nn.Linear(48, 16), (64, 48), FOUR_BITS),
+        (nn.Linear(48, 16), (64, 48), BLOCKS),
+        (nn.Conv2d(8, 8, 3, groups=2), (16, 8, 9, 9), FOUR_BITS),
+        (nn.ConvTranspose2d(8, 8, 2, groups=2), (16, 8, 6, 6), PER_TENSOR),
+        (nn.Conv1d(8, 8, 3), (16, 8, 9), replace(BLOCKS, block_size=(1, 4, -1))),
+    ],
+)
+def test_loud_channels_decide(
+    model: nn.Module, shape: tuple[int, ...], spec: QuantizationSpec
+) -> None:
+    """With data, a range serves the values whose inputs are large; without, it is that of all values."""
+    model = toys.seeded(model).eval()
+    x, unseen = loud(0, *shape), loud(1, *shape)
+
+    def off(algorithms: tuple[str, ...] | None) -> float:
+        config = weight_only(spec, algorithms)
+        quantized = convert(export(model, x), toy(*PRODUCTS, config=config), x)
+        return float((model(unseen) - quantized(unseen)).detach().square().mean())
+
+    assert off(None) < 0.9 * off(())
+
+
+def test_without_data_it_is_made_only_if_asked_for() -> None:
+    model, program = outliers(), export(outliers(), data(0, 64, 48))
+
+    def made(algorithms: tuple[str, ...] | None) -> torch.fx.GraphModule:
+        quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, algorithms))
+        return qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
+
+    plain, nearest, asked = made(None), made(()), made(("scale_search",))
+    assert lines(plain, "scale_search") == ([], [])
+    assert torch.equal(plain.get_buffer("weight_scale"), nearest.get_buffer("weight_scale"))
+    (line,), refused = lines(asked, "scale_search")
+    assert "without data" in line and not refused
+    assert error(model, asked, 64, 48) < error(model, plain, 64, 48)
+
+
+@pytest.mark.parametrize(
+    "x, reason",
+    [
+        (torch.zeros(64, 48), "its input is zero"),
+        (torch.ones(1, 48), "too few different examples"),
+        (torch.full((64, 48), float("nan")), "not finite"),
+    ],
+)
+def test_data_that_says_nothing_is_named(x: Tensor, reason: str) -> None:
+    quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, ("scale_search",)))
+    prepared = qompose.prepare_pt2e(export(outliers(), torch.ones_like(x)), quantizer)
+    prepared(x)
+    made, refused = lines(qompose.convert_pt2e(prepared), "scale_search")
+    assert made == [] and reason in refused[0]
+
+
+def test_padding_counts_once_in_each_example() -> None:
+    """Most rows are the same, and what they are says nothing of the others."""
+    model, (texts, words) = toys.seeded(nn.Linear(64, 32)).eval(), (padded(0.9, 0), padded(0.0, 1))
+
+    def off(algorithms: tuple[str, ...] | None) -> float:
+        quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, algorithms))
+        quantized = convert(export(model, texts), quantizer, texts)
+        return float((model(words) - quantized(words)).detach().square().mean())
+
+    assert off(None) < off(())
+
+
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 5), st.integers(0, 99))
+def test_distinct_rows(examples: int, rows: int, channels: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 3, (examples, rows, channels), generator=generator).double()
+    expected = [row for example in x for row in {tuple(row) for row in example.tolist()}]
+    assert sorted(map(tuple, distinct_rows(x, 2).tolist())) == sorted(expected)
+    moved = distinct_rows(x.transpose(1, 2).unsqueeze(-1), 1)
+    assert sorted(map(tuple, moved.tolist())) == sorted(expected)
+
+
+def test_what_counts_is_in_statistics() -> None:
+    """Merged and stored, they give the same scales; without them a range is that of all values."""
+    config, (first, second) = weight_only(FOUR_BITS), (loud(0, 64, 48), loud(1, 64, 48))
+    program = export(outliers(), first)
+
+    def prepared() -> torch.fx.GraphModule:
+        return qompose.prepare_pt2e(program, toy(*PRODUCTS, config=config))
+
+    whole, one, other, again = (prepared() for _ in range(4))
+    for model, batches in ((whole, (first, second)), (one, (first,)), (other, (second,))):
+        for batch in batches:
+            model(batch)
+    merged = qompose.statistics(other).merged(qompose.statistics(one))
+    merged.apply(again)
+    scales = [qompose.convert_pt2e(m).get_buffer("weight_scale") for m in (whole, again)]
+    assert torch.equal(*scales)
+    replace(merged, moments=()).apply(again)
+    with_none = qompose.convert_pt2e(again).get_buffer("weight_scale")
+    assert not torch.equal(with_none, scales[0])
 
 
 def test_other_ranges_than_that_of_all_values_are_left_alone() -> None:
