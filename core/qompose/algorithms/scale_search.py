@@ -50,7 +50,7 @@ from qompose.spec.qparams import in_blocks
 _PARTS = (*(n / 40 for n in range(40, 31, -1)), *(n / 40 for n in range(41, 45)),
           *(n / 20 for n in range(15, 9, -1)))  # fmt: skip
 """Of the range of all values, that itself first; the first that is best is taken."""
-_DOUBT = 0.01
+_DOUBT = 0.3
 """What is added to each variance, in units of the mean square: other data may have louder channels."""
 
 

@@ -13,7 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import cached_property
+from typing import Any, NoReturn
 
 from rich.progress import Progress
 from torch import Tensor
@@ -45,7 +46,8 @@ from qompose.program.graph import constant_of
 from qompose.program.meta import META_KEY
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.rule_quantizer import RuleQuantizer
-from qompose.spec.quantization_spec import QuantizationConfig
+from qompose.spec.claim import Claim
+from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpec
 from qompose.spec.selectors import Setting
 from qompose.storage.artifact_file import stored_bytes
 
@@ -73,6 +75,10 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
     for name, config in pairs:
         if config is not None and not isinstance(config, QuantizationConfig):
             raise UserError(f"choices must be QuantizationConfig or None for float, got {config!r}")
+        if config is not None and config.is_qat:
+            raise UserError(
+                f"the choice {name!r} is for training (is_qat=True), and tune calibrates: pass one without"
+            )
         if not isinstance(name, str) or not name or name == AS_IT_IS:
             raise UserError(
                 f"the name of a choice must be a text other than {AS_IT_IS!r}, got {name!r}"
@@ -188,7 +194,7 @@ class MixedSearch:
         plan, taken = prepared_record(calibrated, "tune").plan, dict[str, tuple[int, ...]]()
         for name in given:
             claims = _claims_of(plan, self.sites[name], str(config))
-            if claims:
+            if claims and all(self._has_weight(plan.claims[n], config) for n in claims):
                 taken[name] = claims
             else:
                 self.notes.append(
@@ -305,10 +311,27 @@ class MixedSearch:
         else:
             claims = _claims_of(record.plan, site, str(config))
             holds = bool(claims) and record.dropped.keys().isdisjoint(claims)
+            holds = holds and all(self._has_weight(record.plan.claims[n], config) for n in claims)
         if not holds:
             self.notes.append(f"{site.label} cannot be {choice!r} beside other choices")
             self.options[name].pop(choice, None)
         return holds
+
+    def _has_weight(self, claim: Claim, config: QuantizationConfig) -> bool:
+        """Tell whether a claim has parameters with the integers of a configuration, not of another reader.
+
+        Readers of one tensor get one specification, of any of them.
+        """
+        if config.weight is None:
+            return True
+        wanted = _integers(config.weight)
+        own = [s.spec for s in claim.specs if self._base_parameters.reads(s.point.source)]
+        found = [_integers(spec) for spec in own if isinstance(spec, QuantizationSpec)]
+        return not found or wanted in found
+
+    @cached_property
+    def _base_parameters(self) -> _Parameters:
+        return _Parameters(self.evaluator.base)
 
     def _fewest_bytes(self, assignments: list[dict[str, Option]]) -> None:
         """Find where the target begins not to be met, between the cheapest assignment and the smallest.
@@ -391,6 +414,12 @@ class MixedSearch:
         )
 
 
+def _integers(spec: Any) -> tuple[object, ...]:
+    """Return what kind of integers a specification asks for."""
+    names = "dtype", "quant_min", "quant_max", "block_size"
+    return tuple(getattr(spec, name, None) for name in names)
+
+
 def _names(assigned: Mapping[str, Option]) -> dict[str, str]:
     return {site: option.name for site, option in assigned.items()}
 
@@ -444,6 +473,10 @@ class _Parameters:
             )
             if node.op == "get_attr" or computed:
                 self._constant.add(node)
+
+    def reads(self, name: str) -> bool:
+        """Tell whether a value is a parameter, or computed of parameters alone."""
+        return self._nodes.get(name) in self._constant
 
     def of(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return those that some nodes read, by where they stand."""

@@ -208,9 +208,13 @@ def measured(
     metric: CostMetric | None = None,
     transform: Callable[[Any], Any] | None = None,
     tensors: bool = False,
+    caller: str = "sensitivity",
 ) -> Sensitivity:
-    """Do what `sensitivity` does, with a bar that is shown already, of so many batches."""
-    record = prepared_record(prepared, "sensitivity")
+    """Do what `sensitivity` does, with a bar that is shown already, of so many batches.
+
+    `caller` is the function that messages name.
+    """
+    record = prepared_record(prepared, caller)
     program, plan = SwitchedProgram(prepared, record), record.plan
     places, measure = _places(program, tensors), measure_of(prepared, metric)
     costs: dict[Any, Cost] = {key: Cost() for key in places}
@@ -225,7 +229,7 @@ def measured(
             bar.advance(task)
         del run  # before the next batch is made
     if not count:
-        raise UserError("sensitivity got no inputs: the iterable was empty (or used up before)")
+        raise UserError(f"{caller} got no inputs: the iterable was empty (or used up before)")
     rows = (_row(plan, n, costs, count) for n in range(len(plan.claims)) if n in costs)
     ranked = tuple(sorted(rows, key=lambda row: -row.cost))
     together = costs[_ALL].mean(count)

@@ -205,7 +205,8 @@ class Evaluator:
         """Return what each site of a calibrated model costs, measured on a few batches."""
         task = self.task
         count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
-        return measured(calibrated, islice(task.batches, count), bar, transform=task.transform)
+        some = islice(task.batches, count)
+        return measured(calibrated, some, bar, transform=task.transform, caller="tune")
 
     def calibrated(self, prepared: GraphModule) -> GraphModule:
         """Give observers what was seen of their tensors before; where that is not known, run the data."""

@@ -236,11 +236,44 @@ def test_dynamic_and_static_configurations_are_choices_too() -> None:
         ({"max_drop": 0.1, "choices": {AS_IT_IS: FOUR}}, AS_IT_IS),
         ({"max_drop": 0.1, "choices": [FOUR, replace(TWO, name="4 bits")]}, "4 bits"),
         ({"max_drop": 0.1, "ranking": 1}, "ranking"),
+        (
+            {"max_drop": 0.1, "choices": {"qat": replace(STATIC, is_qat=True, algorithms=None)}},
+            "qat",
+        ),
     ],
 )
 def test_bad_targets_and_choices(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         tuned(**options)
+
+
+def test_without_data_it_is_tune_that_says_so() -> None:
+    with pytest.raises(UserError, match="tune got no inputs"):
+        qompose.tune(
+            PROGRAM, toy(config=EIGHT), [], METRIC, choices=[FOUR], max_drop=1.0, progress=False
+        )
+
+
+def test_a_choice_that_another_reader_of_the_weight_overrules_does_not_hold() -> None:
+    """Both readers get the integers of the first, whatever the second was given."""
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        return m.second(m.first(x).relu())
+
+    model = seeded(Model(twice, first=nn.Linear(64, 64), second=nn.Linear(64, 64)))
+    model.second.weight = model.first.weight
+    found: dict[tuple[str, str], bool] = {}
+    tried = mixed_precision.MixedSearch._tried
+
+    def both(search: Any, given: Any, converted: Any) -> None:
+        for alone in (name for name in search.sites if not found.get((name, "four"))):
+            if len(given) == len(search.sites) and len(found) < len(search.sites):
+                found[alone, "four"] = search.attempt({alone: "four"}).met
+        tried(search, given, converted)
+
+    with mock.patch.object(mixed_precision.MixedSearch, "_tried", both):
+        tuned(program=export(model, X), choices={"four": FOUR}, max_drop=1e9, metric=error(model))
+    assert sorted(found.values()) == [False, True]
 
 
 def test_what_no_backend_can_follow_is_an_error() -> None:
