@@ -188,11 +188,13 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
     Raises:
         NotChanged: they never saw data, all data is alike, or values are not finite.
     """
-    observers = [found.sums.get((p.source, _channels_of(p)[0])) for p in products]
-    if any(observer is None or not bool(observer.count.any()) for observer in observers):
+    seen: list[tuple[Any, Tensor | float]] = [
+        (found.sums.get((p.source, _channels_of(p)[0])), _powers(found, p)) for p in products
+    ]
+    if any(observer is None or not bool(observer.count.any()) for observer, _ in seen):
         raise NotKnown("its input never saw calibration data")
-    sums = sum(o.total[:, 0] / _powers(found, p) for o, p in zip(observers, products, strict=True))
-    count = sum(observer.count for observer in observers)
+    sums = torch.stack([observer.total[:, 0] / powers for observer, powers in seen]).sum(0)
+    count = torch.stack([observer.count for observer, _ in seen]).sum(0)
     unit = sums.sum(0)[1].mean() / count.sum()
     if not bool(sums.isfinite().all()) or not unit > 0:
         raise NotChanged("its input is zero, or has values that are not finite")
