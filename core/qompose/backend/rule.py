@@ -387,7 +387,7 @@ class Rule:
             who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"
             return f"{who} has no {mode} form"
         if self.option and self.option not in config.options:
-            return f"a configuration without the option {self.option!r} leaves it in float (rule {self.name})"
+            return f"it stays in float unless the configuration has the option {self.option!r}"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
         specs = self.specs_for(config)
