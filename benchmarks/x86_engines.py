@@ -14,6 +14,7 @@ from x86_workloads import Workload
 
 EAGER, FLOAT, STOCK = "eager", "compiled float", "torchao"
 OURS, PACKAGE, TUNED = "qompose", "qompose package", "qompose tuned package"
+ATTENTION = "qompose attention"
 
 
 def _eager(work: Workload) -> Call:
@@ -58,17 +59,18 @@ def _torchao_package(work: Workload) -> Call:
     return lambda: lowered(*work.inputs)
 
 
-def _qompose(work: Workload, mode: str, **options: Any) -> Call:
+def _qompose(work: Workload, mode: str, *, attention: bool = False, **options: Any) -> Call:
     import qompose
     from qompose_x86_inductor import (
         X86InductorQuantizer,
         get_default_x86_inductor_quantization_config,
     )
 
+    config = get_default_x86_inductor_quantization_config(attention=attention)
     quantized = qompose.quantize(
         work.module,
         work.inputs,
-        backends=X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()),
+        backends=X86InductorQuantizer().set_global(config),
         calibration=work.calibration,
         progress=False,
     )
@@ -191,6 +193,7 @@ ENGINES: dict[str, Callable[[Workload], Call]] = {
     "openvino": _openvino,
     "executorch xnnpack": _executorch,
     OURS: lambda work: _qompose(work, "default"),
+    ATTENTION: lambda work: _qompose(work, "default", attention=True),
     PACKAGE: lambda work: _qompose(work, "package"),
     TUNED: lambda work: _qompose(work, "package", options={"max_autotune": True}),
 }

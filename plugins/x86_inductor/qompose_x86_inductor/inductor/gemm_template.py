@@ -94,6 +94,8 @@ def _multiplies(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        if target.overloadpacket is _OPS.attention:  # torch's, in float, without our C++
+            return not vnni.available()
         return target.overloadpacket in _OTHER_PRODUCTS
     examples = {each: each.meta.get("val") for each in node.all_input_nodes}
     if any(example is None for example in examples.values()):
