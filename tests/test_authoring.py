@@ -52,8 +52,7 @@ class Place(Environment):
 
     def backends(self, *options: str) -> dict[str, str | None]:
         """What is wrong with each installed backend, by name."""
-        listed = json.loads(self.checked("-m", "qompose", "backends", *options, "--json"))
-        rows = listed if isinstance(listed, list) else listed["backends"]
+        rows = json.loads(self.checked("-m", "qompose", "backends", *options, "--json"))["backends"]
         return {row["name"]: row["problem"] for row in rows}
 
     def suite(self, backend: str, *options: str) -> tuple[int, dict[str, int], str]:

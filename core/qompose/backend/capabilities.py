@@ -14,23 +14,21 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
 from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
-import torch
-from torch import nn
-
-from qompose.backend.pattern import OperatorPattern, Pattern
+from qompose.backend.pattern_question import Part, Question, question_of, sequences, what_is_missing
 from qompose.backend.rule import Rule, TensorConstraint
 from qompose.console import Block, Printable, Table
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.observers.config import LISTED_SETTINGS, LISTED_SPEC, why_not_trained
-from qompose.program.batch_norm_folding import FOLDABLE
+from qompose.program.decompositions import DECOMPOSITIONS
 from qompose.spec.quantization_spec import (
     QuantizationConfig,
     QuantizationSpecBase,
     describe_spec,
     granularity,
 )
-from qompose.spec.selectors import kind_of, names_of
 
+SCHEMA = 1
+"""The version of the form of `Capabilities.to_dict` and of what `--json` prints."""
 Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 """What `filter` asked for: in words, and as a predicate."""
 
@@ -39,7 +37,8 @@ Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 class Support:
     """An answer to "can you?": true, with who and by which kernels, or false, with the reason.
 
-    `kernels` are (target, kernel name) pairs. `notes` say what a yes depends on.
+    `kernels` are (target, kernel name) pairs, `configs` the configurations that were asked about and that the
+    rule can follow. `notes` say what a yes depends on.
     """
 
     supported: bool
@@ -48,6 +47,7 @@ class Support:
     rule: str = ""
     kernels: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.supported
@@ -61,16 +61,38 @@ class Support:
         if not self.supported:
             return f"no: {self.reason}"
         kernels = ", ".join(f"{target}: {kernel}" for target, kernel in self.kernels)
-        return "; ".join((f"yes: {self.by} ({kernels or 'no kernel'})", *self.notes))
+        under = f" under {', '.join(self.configs)}" if len(self.configs) > 1 else ""
+        return "; ".join((f"yes: {self.by}{under} ({kernels or 'no kernel'})", *self.notes))
 
 
 @dataclass(frozen=True)
 class RuleTable:
-    """The rules of a backend, from which rows come, and what `filter` asked of these rows."""
+    """The rules of a backend, from which rows come, and what `filter` asked of these rows.
+
+    Attributes:
+        configs: those of the rows, by name.
+        rewrites: the backend's, which may take apart what no rule takes.
+        in_float: names of operators, each with why no rule takes it.
+    """
 
     backend: str
     rules: tuple[Rule, ...]
     conditions: tuple[Condition, ...] = ()
+    configs: tuple[tuple[str, QuantizationConfig], ...] = ()
+    rewrites: tuple[str, ...] = ()
+    in_float: tuple[tuple[str, str], ...] = ()
+
+    def chosen(
+        self, config: QuantizationConfig | str | None
+    ) -> list[tuple[str, QuantizationConfig]]:
+        """Return configurations by name: all; that of a name, else the first of a mode; or the given one."""
+        if config is None:
+            return list(self.configs)
+        if isinstance(config, str):
+            named = [pair for pair in self.configs if pair[0] == config]
+            return named or [pair for pair in self.configs if pair[1].mode == config][:1]
+        names = [name for name, known in self.configs if known == config]
+        return [(names[0] if names else str(config), config)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +133,11 @@ class Capability:
     guarded: bool = False
     carries: bool = False
     option: str = ""
+
+    @property
+    def rule(self) -> str:
+        """Return the rule's name, as reports have it."""
+        return self.pattern
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -180,8 +207,9 @@ class Capabilities(Printable, Sequence[Capability]):
         """Return the rows for which `predicate` is true and whose fields have the given values.
 
         Args:
-            facts: fields of `Capability` by name, such as `mode="dynamic"`; `target="torch"` asks for a
-                kernel there. `supports` then answers for such rows alone.
+            facts: fields of `Capability` by name, such as `mode="dynamic"`; `rule=` and `config=` as reports
+                name them; `target="torch"` asks for a kernel there. `supports` then answers for such rows
+                alone.
 
         Raises:
             ConfigError: rows have no such field.
@@ -194,40 +222,94 @@ class Capabilities(Printable, Sequence[Capability]):
             self.silent,
         )
 
-    def supports(self, pattern: object, config: QuantizationConfig) -> Support:
-        """Answer whether a rule takes a pattern and can follow `config` with it.
+    def supports(self, pattern: object, config: QuantizationConfig | str | None = None) -> Support:
+        """Answer whether a rule takes a pattern, and can follow a configuration with it.
 
         Args:
             pattern: a rule's name; a drawing, `"conv2d -> relu"`; an aten operator; a function or module
                 type of torch; or a tuple of operators, functions and module types in their order, such as
                 `(nn.Conv2d, nn.BatchNorm2d, nn.ReLU)`.
+            config: a configuration; the name of one, or a mode; None asks for any that has rows.
 
         Raises:
-            ConfigError: `pattern` is nothing that one can ask about, or `config` no configuration.
+            ConfigError: `pattern` is nothing that one can ask about, `config` is not a configuration, or no
+                row has one of that name.
         """
-        if not isinstance(config, QuantizationConfig):
-            raise ConfigError(f"expected a QuantizationConfig, got {config!r}")
+        self._check_config(config)
         try:
             question = question_of(pattern)
         except SelectorError as error:
             return Support(False, str(error))
         return self._answer(question, config)
 
-    def _answer(self, question: Question, config: QuantizationConfig) -> Support:
-        question, found, notes = self._rules_for(question)
-        if not found:
-            tables = [(source.backend, source.rules) for source in self.sources]
-            reasons = [what_is_missing(question, tables)]
-        else:
-            reasons = []
+    def _check_config(self, config: object) -> None:
+        if isinstance(config, str):
+            if not any(source.chosen(config) for source in self.sources):
+                known = list(dict.fromkeys(name for s in self.sources for name, _ in s.configs))
+                raise ConfigError(
+                    f"no row has the configuration {config!r}{near_names(config, known)}; there are "
+                    f"{', '.join(map(repr, known)) or 'none'}"
+                )
+        elif config is not None and not isinstance(config, QuantizationConfig):
+            raise ConfigError(f"expected a QuantizationConfig or the name of one, got {config!r}")
+
+    def _answer(self, question: Question, config: QuantizationConfig | str | None) -> Support:
+        asked, found, notes = self._rules_for(question)
+        reasons: list[str] = []
         for source, rule in found:
-            reason = rule.objection(config) or self._excluded(source, rule, config)
-            if reason is None:
-                if rule.guards or rule.condition:
-                    notes = (*notes, _LOOKS_AT_EACH)
-                return Support(True, "", source.backend, rule.name, kernels_of(rule), notes)
-            reasons.append(f"{source.backend}: {reason}")
+            answer = self._answer_of(source, rule, config, notes)
+            if answer:
+                return answer
+            reasons.append(answer.reason)
+        if not found:
+            reasons, by_parts = self._without_rule(asked, config)
+            if by_parts is not None:
+                return by_parts
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))
+
+    def _answer_of(
+        self,
+        source: RuleTable,
+        rule: Rule,
+        config: QuantizationConfig | str | None,
+        notes: tuple[str, ...],
+    ) -> Support:
+        """Answer for one rule, with the configurations that it follows, or what it objects to."""
+        reasons: list[str] = []
+        names: list[str] = []
+        for name, one in source.chosen(config):
+            reason = rule.objection(one) or self._excluded(source, rule, name, one)
+            (reasons if reason else names).append(reason or name)
+        if names:
+            if rule.guards or rule.condition:
+                notes = (*notes, _LOOKS_AT_EACH)
+            kernels = kernels_of(rule)
+            return Support(True, "", source.backend, rule.name, kernels, notes, tuple(names))
+        none = f"it has no configuration{f' {config!r}' if isinstance(config, str) else ''}"
+        return Support(False, f"{source.backend}: {'; '.join(dict.fromkeys(reasons)) or none}")
+
+    def _without_rule(
+        self, question: Question, config: QuantizationConfig | str | None
+    ) -> tuple[list[str], Support | None]:
+        """Answer where no rule takes a pattern: by what it is taken apart into, or with backends' reasons."""
+        alone = question.parts if len(question.parts) == 1 else ()
+        for source in self.sources:
+            for rewrite, product in (found for part in alone for found in _products(source, part)):
+                pieces = replace(self, sources=(source,))._answer(question_of(product), config)
+                if pieces:
+                    note = (
+                        f"{rewrite} takes {question.label} apart, and the rule takes its products; "
+                        "qompose.can_quantize lists all pieces of one in a program"
+                    )
+                    return [], replace(pieces, notes=(*pieces.notes, note))
+        tables = [(source.backend, source.rules) for source in self.sources]
+        own = [
+            f"{source.backend}: {reason}"
+            for source in self.sources
+            for name, reason in source.in_float
+            if any(asked.takes(name) for asked in question.parts)
+        ]
+        return [what_is_missing(question, tables), *own], None
 
     def _rules_for(
         self, question: Question
@@ -244,14 +326,13 @@ class Capabilities(Printable, Sequence[Capability]):
         found = [(s, rule) for s in self.sources for rule in s.rules if folded.is_about(rule)]
         return folded, found, (note,)
 
-    def _excluded(self, source: RuleTable, rule: Rule, config: QuantizationConfig) -> str | None:
+    def _excluded(
+        self, source: RuleTable, rule: Rule, name: str, config: QuantizationConfig
+    ) -> str | None:
         """Return which condition of `filter` the rule's row under this configuration would not meet."""
         if not source.conditions:
             return None
-        names = [
-            r.config for r in self.rows if r.backend == source.backend and r.settings == config
-        ]
-        row = row_of(source.backend, rule, names[0] if names else str(config), config)
+        row = row_of(source.backend, rule, name, config)
         failed = [words for words, check in source.conditions if not check(row)]
         return f"rule {rule.name} is excluded by {failed[0]}" if failed else None
 
@@ -261,12 +342,12 @@ class Capabilities(Printable, Sequence[Capability]):
         names = ", ".join(self.silent)
         return (f"{names} lists nothing: qompose.can_quantize asks about an operator of a program",)
 
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Return the rows as JSON data."""
-        return [row.to_dict() for row in self.rows]
+    def to_dict(self) -> dict[str, Any]:
+        """Return `{"schema": 1, "rows": [...]}` as JSON data; changes of the form raise the number."""
+        return {"schema": SCHEMA, "rows": [row.to_dict() for row in self.rows]}
 
     def to_json(self) -> str:
-        """Return the rows as JSON text."""
+        """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def _blocks(self) -> list[Block]:
@@ -284,6 +365,8 @@ class HasRules(Protocol):
     name: str
     rules: tuple[Rule, ...]
     configs: Mapping[str, QuantizationConfig]
+    rewrites: tuple[str, ...]
+    left_in_float: Mapping[Any, str]
 
 
 def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = ()) -> Capabilities:
@@ -308,7 +391,22 @@ def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = (
         for name, config in named
         if rule.objection(config) is None
     )
-    return Capabilities(rows, (RuleTable(backend.name, tuple(backend.rules)),))
+    table = RuleTable(
+        backend.name,
+        tuple(backend.rules),
+        configs=tuple(named),
+        rewrites=tuple(backend.rewrites),
+        in_float=tuple((str(target), why) for target, why in backend.left_in_float.items()),
+    )
+    return Capabilities(rows, (table,))
+
+
+def _products(source: RuleTable, part: Part) -> Iterator[tuple[str, str]]:
+    """Yield the rewrites of a backend that take an operator apart, each with a product that it leaves."""
+    for rewrite in source.rewrites:
+        for target, row in DECOMPOSITIONS.get(rewrite, {}).items():
+            if row.product is not None and part.takes(str(target)):
+                yield rewrite, str(row.product)
 
 
 def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
@@ -328,7 +426,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _condition(name: str, value: Any) -> Condition:
-    known = (*(f.name for f in fields(Capability)), "target")
+    known = (*(f.name for f in fields(Capability)), "target", "rule")
     if name not in known:
         hint = near_names(name, known)
         raise ConfigError(f"rows have no {name!r}{hint}; they have {', '.join(known)}")
@@ -384,10 +482,17 @@ def _patterns(rows: Sequence[Capability]) -> Table:
             if configs.keys() == {r.config for r in rows}
             else ", ".join(_in_modes(configs, modes))
         )
-        return (found[0].drawing, named, *(kernels.get(target, "") for target in targets))
+        own = (_drawn(found[0]), named)
+        return (*own, *(kernels.get(target, "") for target in targets))
 
     header = ("pattern", "configurations", *(f"kernel on {target}" for target in targets))
     return Table(header, tuple(map(cells, by_pattern.values())))
+
+
+def _drawn(row: Capability) -> str:
+    """Return a row's drawing, with the rule's name, as reports have it, where that is not the same words."""
+    same = row.drawing.replace(" -> ", "_") == row.rule
+    return row.drawing if same else f"{row.drawing} ({row.rule})"
 
 
 _CONDITIONS = {
@@ -426,203 +531,3 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
 def kernels_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     """Return the (target, kernel name) pairs of a rule."""
     return tuple((target, kernel.promise) for target, kernel in rule.kernels.items())
-
-
-_BATCH_NORM = "aten.batch_norm"
-_OF_MODULES: dict[str, str] = {
-    "Linear": "linear", "Bilinear": "bilinear", "Embedding": "embedding",
-    "Conv1d": "conv1d", "Conv2d": "conv2d", "Conv3d": "conv3d",
-    "ConvTranspose1d": "conv_transpose1d", "ConvTranspose2d": "conv_transpose2d",
-    "ConvTranspose3d": "conv_transpose3d",
-    "BatchNorm1d": "batch_norm", "BatchNorm2d": "batch_norm", "BatchNorm3d": "batch_norm",
-    "LayerNorm": "layer_norm", "GroupNorm": "group_norm", "RMSNorm": "rms_norm",
-    "InstanceNorm1d": "instance_norm", "InstanceNorm2d": "instance_norm",
-    "InstanceNorm3d": "instance_norm",
-    "ReLU": "relu", "ReLU6": "hardtanh", "Hardtanh": "hardtanh", "Hardswish": "hardswish",
-    "Hardsigmoid": "hardsigmoid", "SiLU": "silu", "GELU": "gelu", "Sigmoid": "sigmoid",
-    "Tanh": "tanh", "ELU": "elu", "CELU": "celu", "SELU": "selu", "LeakyReLU": "leaky_relu",
-    "PReLU": "prelu", "Mish": "mish", "Softplus": "softplus", "Softmax": "softmax",
-    "LogSoftmax": "log_softmax", "LogSigmoid": "log_sigmoid", "GLU": "glu",
-    "Threshold": "threshold", "Softshrink": "softshrink", "Hardshrink": "hardshrink",
-    "MaxPool1d": "max_pool1d", "MaxPool2d": "max_pool2d", "MaxPool3d": "max_pool3d",
-    "AvgPool1d": "avg_pool1d", "AvgPool2d": "avg_pool2d", "AvgPool3d": "avg_pool3d",
-    "AdaptiveAvgPool1d": "adaptive_avg_pool1d", "AdaptiveAvgPool2d": "adaptive_avg_pool2d",
-    "AdaptiveAvgPool3d": "adaptive_avg_pool3d", "Dropout": "dropout",
-    "Flatten": "flatten", "Unflatten": "unflatten", "PixelShuffle": "pixel_shuffle",
-    "PixelUnshuffle": "pixel_unshuffle", "ChannelShuffle": "channel_shuffle",
-    "ZeroPad2d": "pad", "ConstantPad2d": "pad", "ReflectionPad2d": "pad",
-    "ReplicationPad2d": "pad", "UpsamplingNearest2d": "upsample_nearest2d",
-    "UpsamplingBilinear2d": "upsample_bilinear2d", "Unfold": "im2col", "Fold": "col2im",
-}  # fmt: skip
-MODULES: dict[type[nn.Module], str] = {
-    getattr(nn, module): f"aten.{operator}" for module, operator in _OF_MODULES.items()
-}
-"""The modules of torch.nn that are exported as one operator, and which."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One operator of a question: the names it may have, with overloads or without, and what it is called.
-
-    A batch norm that is a module type has `after`: the operators whose results have its dimensions.
-    """
-
-    operators: frozenset[str]
-    label: str
-    after: frozenset[str] | None = None
-
-    def is_one_of(self, operators: Iterable[str]) -> bool:
-        """Return whether any of some operators (names without overloads) is meant."""
-        return not self.operators.isdisjoint(operators)
-
-    def folds_into(self, earlier: Part | None) -> bool:
-        """Return whether this is a batch norm that can be folded into the operator before it."""
-        if earlier is None or not self.is_one_of((_BATCH_NORM,)):
-            return False
-        return earlier.is_one_of(_FOLDABLE if self.after is None else self.after & _FOLDABLE)
-
-    def takes(self, target: str) -> bool:
-        """Return whether an operator of a pattern, `aten.relu.default`, is meant."""
-        return self.is_one_of(names_of(target))
-
-
-@dataclass(frozen=True)
-class Question:
-    """What `supports` is asked about: a rule by its name or drawing, or operators in their order."""
-
-    text: str
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """Return the question in one line."""
-        return " -> ".join(part.label for part in self.parts) or repr(self.text)
-
-    def is_about(self, rule: Rule) -> bool:
-        """Return whether a rule is meant: by its name, its drawing, or the operators of a variant."""
-        if self.text and self.text in (rule.name, rule.drawing):
-            return True
-        return any(
-            len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
-            for calls in sequences(rule)
-        )
-
-    def without_batch_norm(self) -> Question:
-        """Return the question as it is once batch norms are folded into the operators before them.
-
-        One that follows another batch norm stays: there is nothing left that it could be folded into.
-        """
-        before = (None, *self.parts)
-        kept = [
-            part
-            for part, earlier in zip(self.parts, before, strict=False)
-            if not part.folds_into(earlier)
-        ]
-        return Question(self.text, tuple(kept))
-
-
-_FOLDABLE = frozenset(str(target.overloadpacket) for target in FOLDABLE)
-_AFTER: dict[type[nn.Module], frozenset[str]] = {
-    norm: frozenset(f"aten.{name}" for name in (f"conv{n}d", f"conv_transpose{n}d", *others))
-    for n, norm, others in (
-        (1, nn.BatchNorm1d, ("linear",)),
-        (2, nn.BatchNorm2d, ()),
-        (3, nn.BatchNorm3d, ()),
-    )
-}
-"""By type of batch norm: the operators that give what it takes."""
-
-
-def question_of(pattern: object) -> Question:
-    """Return what is asked about: see `Capabilities.supports`.
-
-    Raises:
-        SelectorError: a module or function that is more than one operator, or none that is known.
-        ConfigError: `pattern` is nothing that one can ask about.
-    """
-    if isinstance(pattern, str):
-        text = " ".join(pattern.split())
-        names = [name.strip() for name in text.split("->")]
-        if not all(names):
-            raise ConfigError(f"expected the name or the drawing of a rule, got {pattern!r}")
-        return Question(text, tuple(map(_by_name, names)))
-    items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
-    if not items:
-        raise ConfigError("expected a pattern, got an empty one")
-    return Question("", tuple(map(_part, items)))
-
-
-def _part(item: object) -> Part:
-    if isinstance(item, str):
-        return _by_name(item)
-    if isinstance(item, type) and issubclass(item, nn.Module):
-        if item not in MODULES:
-            raise SelectorError(
-                f"{item.__qualname__} is not a module of torch.nn that is exported as one operator"
-                f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls"
-            )
-        return Part(_with_in_place(MODULES[item]), item.__qualname__, _AFTER.get(item))
-    if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return Part(frozenset({str(item)}), str(item))
-    if not callable(item) or isinstance(item, type):
-        raise ConfigError(
-            "expected the name or drawing of a rule, or an operator, function or module of torch, got "
-            f"{item!r}"
-        )
-    return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
-
-
-def _by_name(name: str) -> Part:
-    base = name.removeprefix("aten.")
-    return Part(_with_in_place(f"aten.{base}"), name)
-
-
-def _with_in_place(operator: str) -> frozenset[str]:
-    return frozenset({operator, f"{operator}_"})
-
-
-def sequences(rule: Rule) -> tuple[tuple[str, ...], ...]:
-    """Return the operators that a rule's patterns call, in their order, for each variant."""
-    found = (calls for pattern in rule.patterns for calls in _calls(pattern))
-    return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
-
-
-def _calls(pattern: Pattern | OperatorPattern) -> Sequence[Sequence[object]]:
-    if isinstance(pattern, OperatorPattern):
-        return [(target,) for target in pattern.targets]
-    return [pattern.calls()]
-
-
-_MOST = 3
-"""How many rules a reason names for each operator."""
-
-
-def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
-    """Say why no rule answers a question: which of its operators have rules, and which have none."""
-    tables = list(tables)
-    if question.text and len(question.parts) == 1:
-        known = sorted({rule.name for _, rules in tables for rule in rules})
-        return (
-            f"no backend has a rule {question.text!r}{near_names(question.text, known)}; "
-            f"known: {', '.join(known) or 'none'}"
-        )
-    found = {part.label: _rules_with(part, tables) for part in question.parts}
-    without = [label for label, rules in found.items() if not rules]
-    reasons = [f"no rule takes {question.label}{' as one' if len(question.parts) > 1 else ''}"]
-    if without:
-        reasons.append(f"no rule has {' or '.join(without)}")
-    inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
-    if inside:
-        reasons.append(f"a part of it is in {', '.join(inside)}")
-    return "; ".join(reasons)
-
-
-def _rules_with(part: Part, tables: Iterable[tuple[str, Sequence[Rule]]]) -> list[str]:
-    """Return the rules that have an operator, those of the shortest patterns first."""
-    lengths: dict[str, int] = {}
-    for backend, rules in tables:
-        for rule in rules:
-            having = [calls for calls in sequences(rule) if any(map(part.takes, calls))]
-            if having:
-                lengths[f"{rule.name} of {backend}"] = min(map(len, having))
-    return sorted(lengths, key=lambda name: lengths[name])

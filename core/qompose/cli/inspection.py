@@ -10,9 +10,13 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from time import monotonic
+from typing import IO, TYPE_CHECKING, Any
 
 from qompose.backend.discovery import (
     BROKEN,
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
     from qompose.reporting.report_data import Report
 
 
+SCHEMA = 1
+"""The version of the form of what `qompose backends --json` prints."""
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -64,16 +72,17 @@ def _add_backends_arguments(parser: ArgumentParser) -> None:
 
 def _list_backends(options: Namespace, results: Results) -> int:
     """Print the table; return 1 where something is wrong with a backend."""
-    rows = []
-    for info in (*backends(), *algorithms()):
-        health = check_apart(info, options.timeout).to_dict() if options.check else {}
-        rows.append({**info.to_dict(), **health})
+    found = [*backends(), *algorithms()]
+    rows = [info.to_dict() for info in found]
+    if options.check:
+        healths = check_apart(found, options.timeout)
+        rows = [{**row, **h.to_dict()} for row, h in zip(rows, healths, strict=True)]
     for name in names_nobody_offers():
         say(f"QOMPOSE_PLUGINS names {name!r}, which no installed package offers")
     for package in damaged_packages():
         say(f"{package}: its entry_points.txt is damaged, so that what it offers is not known")
     if options.json:
-        results.json(rows)
+        results.json({"schema": SCHEMA, "backends": rows})
         return int(any(row["problem"] for row in rows))
     if rows:
         _print_backends(rows, results)
@@ -103,28 +112,74 @@ _CHILD = (
 )
 
 
-def check_apart(info: BackendInfo, timeout: float) -> Health:
-    """Load a backend in a process of its own, which it may end, crash or keep busy; return its health."""
-    if info.problem is not None:
-        return Health(BROKEN, info.problem)
-    key = (info.name, info.distribution, info.module, info.kind)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, os.pathsep.join(sys.path), *key],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
+_AT_ONCE = 4
+"""How many processes check at a time: each imports torch."""
+
+
+def check_apart(found: Sequence[BackendInfo], timeout: float) -> list[Health]:
+    """Load each plugin in a process of its own, which it may end, crash or keep busy; return their health.
+
+    Several are checked at a time. An error here, such as an interrupt, ends their processes.
+    """
+    healths: list[Health] = []
+    for first in range(0, len(found), _AT_ONCE):
+        with ExitStack() as stack:
+            checks = []
+            for info in found[first : first + _AT_ONCE]:
+                out = stack.enter_context(TemporaryFile("w+", errors="replace"))
+                error = stack.enter_context(TemporaryFile("w+", errors="replace"))
+                checks.append(_Check.started(info, out, error, stack))
+            healths += [check.health(timeout) for check in checks]
+    return healths
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A process that loads a plugin, None where that is known to fail; and what it prints, in files.
+
+    A pipe would be full before its turn to be read comes.
+    """
+
+    info: BackendInfo
+    start: float
+    process: subprocess.Popen[str] | None
+    out: IO[str]
+    error: IO[str]
+
+    @classmethod
+    def started(cls, info: BackendInfo, out: IO[str], error: IO[str], stack: ExitStack) -> _Check:
+        """Start the process, which `stack` ends."""
+        if info.problem is not None:
+            return cls(info, monotonic(), None, out, error)
+        key = (info.name, info.distribution, info.module, info.kind)
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", _CHILD, os.pathsep.join(sys.path), *key],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=error,
+                text=True,
+            )
         )
-    except subprocess.TimeoutExpired:
-        return Health(BROKEN, f"loading it did not end within {timeout:g} s")
-    try:
-        return Health(**json.loads(done.stdout))
-    except (ValueError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Health(BROKEN, f"loading it ended the process {_how(done.returncode)}: {last}")
+        stack.callback(process.kill)  # before it is waited for; one that has ended stays as it is
+        return cls(info, monotonic(), process, out, error)
+
+    def health(self, timeout: float) -> Health:
+        """Wait for the process and return what it found."""
+        if self.process is None:
+            return Health(BROKEN, self.info.problem)
+        try:
+            code = self.process.wait(max(0.0, self.start + timeout - monotonic()))
+        except subprocess.TimeoutExpired:
+            return Health(BROKEN, f"loading it did not end within {timeout:g} s")
+        for file in (self.out, self.error):
+            file.seek(0)
+        printed, said = self.out.read(), self.error.read()
+        try:
+            return Health(**json.loads(printed))
+        except (ValueError, TypeError):
+            last = (said.strip().splitlines() or ["no message"])[-1]
+            return Health(BROKEN, f"loading it ended the process {_how(code)}: {last}")
 
 
 def _how(code: int) -> str:
@@ -175,6 +230,10 @@ def _add_capabilities_arguments(parser: ArgumentParser) -> None:
     add("--target", help="only what has a kernel on this target")
     add("--mode", choices=("static", "dynamic", "weight-only"), help="only this mode")
     add("--config", help="only this configuration")
+    add(
+        "--rule",
+        help="only this rule; reports name rules, backends and configurations as they are here",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print Markdown")
@@ -196,9 +255,10 @@ def _list_capabilities(options: Namespace, results: Results) -> int:
     for choice, known in (
         ("target", {target for row in found for target in row.targets}),
         ("config", {row.config for row in found}),
+        ("rule", {row.rule for row in found}),
     ):
         _check_choice(choice, getattr(options, choice), known)
-    facts = {choice: getattr(options, choice) for choice in ("target", "mode", "config")}
+    facts = {choice: getattr(options, choice) for choice in ("target", "mode", "config", "rule")}
     rows = found.filter(**{choice: value for choice, value in facts.items() if value is not None})
     if options.json:
         results.json(rows.to_dict())

@@ -28,7 +28,12 @@ from qompose.program.rewrites import Candidate
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import ComposableQuantizer, QuantizerLike, as_quantizer
+from qompose.quantizer.composition import (
+    ComposableQuantizer,
+    QuantizerLike,
+    as_quantizer,
+    installed_with,
+)
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.spec.claim import Claim, most_telling
 from qompose.spec.quantization_spec import QuantizationConfig
@@ -307,6 +312,13 @@ class _Inquiry:
                 yield label, where + reason
         for label, reason in self.refusals.items():
             yield label, where + reason
+        spoken_of = {name for r in self.composition.rejections for name in r.nodes}
+        if nodes.isdisjoint(spoken_of):
+            for name in installed_with(row.operator, self.members.values()):
+                yield (
+                    name,
+                    f"{where}it is installed, not a member, and has a rule for {row.operator}",
+                )
         for candidate in candidates:
             others = ", ".join(n for n in candidate.nodes if n != base)
             obstacle = candidate.obstacle or f"nobody takes {others or base}"

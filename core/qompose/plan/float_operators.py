@@ -190,8 +190,11 @@ def _claimed_alone(taken: Node, claim_of: Mapping[str, int]) -> bool:
     return claim is not None and claim != claim_of.get(source.name)
 
 
+NOBODY = "no rule claims it"
+
+
 def _why_not(node: Node) -> str:
-    return "what is inside it is not visited" if _nested(node) else "no rule claims it"
+    return "what is inside it is not visited" if _nested(node) else NOBODY
 
 
 def _computes_floats(node: Node, made: Container[str]) -> bool:

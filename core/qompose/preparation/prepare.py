@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -20,10 +20,10 @@ from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
 from qompose.observers.min_max import Observer
-from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
+from qompose.plan.float_operators import NOBODY, claims_elsewhere, state_bytes, survey
 from qompose.plan.methods import each_method
 from qompose.plan.operator_ids import fingerprint, identify, isolate
-from qompose.plan.plan import Group, Plan, Record, attach, rewritten_identity, subject_of
+from qompose.plan.plan import Group, Operator, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.preparation.annotate import Annotated, annotate
 from qompose.preparation.readers import tell_readers
@@ -32,6 +32,7 @@ from qompose.program.graph import (
     constant_of,
     give_own_parameters,
     holds,
+    is_quantizable,
     owner_of,
     paused_collection,
     refresh,
@@ -42,7 +43,12 @@ from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import QuantizerLike, as_composition, idle_members
+from qompose.quantizer.composition import (
+    QuantizerLike,
+    as_composition,
+    idle_members,
+    installed_with,
+)
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
@@ -215,10 +221,32 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
             *claims_elsewhere(claims, operators),
             *(*notes_on_ranges(claims, groups), *refused),
             *(f"{label} claims nothing: {reason}" for label, reason in idle.items()),
+            *_offers(working, operators, annotated.members.values()),
         ),
         float_bytes=state_bytes(exported),
         idle_owners=tuple(idle),
     )
+
+
+def _offers(
+    working: GraphModule, operators: Sequence[Operator], members: Collection[Quantizer]
+) -> list[str]:
+    """Name installed backends that have rules for operators with parameters which no member speaks of."""
+    reading = {
+        node.name
+        for node in nodes_in(working)
+        if any(is_quantizable(n) and constant_of(n) is not None for n in node.all_input_nodes)
+    }
+    left: dict[str, list[str]] = defaultdict(list)
+    for operator in operators:
+        if operator.claim is None and operator.reason == NOBODY and operator.name in reading:
+            left[operator.operator].append(operator.name)
+    return [
+        f"{', '.join(names)} ({operator}) in float: not a member, and installed with a rule for it: "
+        f"{', '.join(offering)}"
+        for operator, names in left.items()
+        if (offering := installed_with(operator, members))
+    ]
 
 
 def _observe(

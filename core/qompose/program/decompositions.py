@@ -37,10 +37,12 @@ class Decomposition:
     """How an operator is taken apart.
 
     `obstacle` says, of the operator's arguments, why the pieces would not compute the same, or returns None.
+    `product` is the piece that multiplies with parameters or activations, None where there is none.
     """
 
     build: Build
     obstacle: Callable[..., str | None] = lambda **_: None
+    product: Any = None
 
 
 def obstacle_of(name: str, site: Node) -> str | None:
@@ -271,7 +273,7 @@ def _cell(step: Step) -> Decomposition:
         states = step(do, _linear(do, input, w_ih, b_ih), _states(hx), w_hh, b_hh)
         return states if len(states) > 1 else states[0]
 
-    return Decomposition(build)
+    return Decomposition(build, product=aten.linear.default)
 
 
 def _recurrent_obstacle(
@@ -326,7 +328,7 @@ def _recurrent(step: Step) -> Decomposition:
         finals = [do(aten.stack.default, list(states), 0) for states in zip(*last, strict=True)]
         return [output, *finals]
 
-    return Decomposition(build, _recurrent_obstacle)
+    return Decomposition(build, _recurrent_obstacle, aten.linear.default)
 
 
 def _run(
@@ -351,7 +353,9 @@ def _run(
 
 DECOMPOSITIONS: dict[str, dict[Any, Decomposition]] = {
     "split_attention": {
-        aten.scaled_dot_product_attention.default: Decomposition(_attention, _attention_obstacle)
+        aten.scaled_dot_product_attention.default: Decomposition(
+            _attention, _attention_obstacle, aten.matmul.default
+        )
     },
     "split_cells": {getattr(aten, f"{k}_cell").default: _cell(s) for k, s in _STEPS.items()},
     "unroll_recurrent": {getattr(aten, k).input: _recurrent(s) for k, s in _STEPS.items()},

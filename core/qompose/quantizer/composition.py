@@ -6,14 +6,15 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities
-from qompose.backend.discovery import load_backend
+from qompose.backend.discovery import backends, load_backend
+from qompose.backend.pattern_question import question_of
 from qompose.errors import ConfigError, PluginError, UserError, blaming, near_names
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -313,6 +314,26 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if key in found:
             raise ValueError(f"the key {key!r} occurs twice")
         found[key] = value
+    return found
+
+
+def installed_with(operator: str, members: Iterable[Quantizer]) -> list[str]:
+    """Return the installed backends, other than those of members, that have a rule for an operator alone.
+
+    Args:
+        operator: as reports name it: `aten.embedding`.
+    """
+    known = {member.backend.name for member in members if isinstance(member, RuleQuantizer)}
+    question, found = question_of(operator), []
+    for info in backends():
+        if info.name in known:
+            continue
+        try:
+            backend = load_backend(info.name)
+        except PluginError:  # `qompose backends --check` says what is wrong with it
+            continue
+        if any(question.is_about(rule) for rule in backend.rules):
+            found.append(info.name)
     return found
 
 

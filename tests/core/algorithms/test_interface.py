@@ -307,7 +307,8 @@ def test_none_is_offered() -> None:
 @pytest.mark.usefixtures("acme")
 def test_they_are_listed_with_the_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "--json"]) == 0
-    rows = {row["name"]: row["kind"] for row in json.loads(capsys.readouterr().out)}
+    rows = {row["name"]: row["kind"] for row in json.loads(capsys.readouterr().out)["backends"]}
     assert rows["zeros"] == "algorithm"
     (info,) = (info for info in algorithms() if info.name == "zeros")
-    assert check_apart(info, 100).status == "usable"
+    (health,) = check_apart([info], 100)
+    assert health.status == "usable"

@@ -83,7 +83,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
 def test_each_has_its_row(checked: subprocess.CompletedProcess[str], plugin: Plugin) -> None:
     """A problem is exit code 1."""
     assert checked.returncode == 1
-    rows = {row["name"]: row for row in json.loads(checked.stdout)}
+    rows = {row["name"]: row for row in json.loads(checked.stdout)["backends"]}
     assert list(rows) == sorted(p.name for p in PLUGINS)
     row = rows[plugin.name]
     assert row["distribution"] == f"plug-{plugin.name}"
@@ -94,7 +94,7 @@ def test_each_has_its_row(checked: subprocess.CompletedProcess[str], plugin: Plu
 def test_what_a_plugin_prints_is_not_taken_for_its_row(tmp_path: Path) -> None:
     """Nor does a warning at import make it a broken one."""
     done = run(*command(), env={**environment(tmp_path), "QOMPOSE_PLUGINS": "noisy"})
-    (row,) = json.loads(done.stdout)
+    (row,) = json.loads(done.stdout)["backends"]
     assert (row["status"], row["problem"], done.returncode) == ("usable", None, 0)
 
 
@@ -128,3 +128,18 @@ def test_an_interrupt_ends_the_checks_too(tmp_path: Path) -> None:
     printed, said = process.communicate(timeout=60)
     assert (process.returncode, printed, said) == (130, "", "qompose: interrupted\n")
     assert is_gone(int(started.read_text()))
+
+
+def test_several_are_checked_at_a_time(tmp_path: Path) -> None:
+    """Each waits until the other was started, so one after the other they would never end."""
+    variables = {**environment(tmp_path), "QOMPOSE_PLUGINS": "hangs,noisy"}
+    for name, other in (("hangs", "noisy"), ("noisy", "hangs")):
+        (tmp_path / f"plug_{name}.py").write_text(
+            "import time\nfrom pathlib import Path\n"
+            f"Path({str(tmp_path / name)!r}).touch()\n"
+            f"while not Path({str(tmp_path / other)!r}).exists():\n    time.sleep(0.01)\n"
+            f"raise ImportError('met')"
+        )
+    done = run(*command("--timeout", "60"), env=variables)
+    problems = [row["problem"] for row in json.loads(done.stdout)["backends"]]
+    assert len(problems) == 2 and all("met" in problem for problem in problems)

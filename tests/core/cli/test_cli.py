@@ -42,11 +42,12 @@ def installed(install: Install) -> None:
 
 def check_finds(monkeypatch: Patch, healths: list[Health]) -> list[float]:
     """Let checks find backends in the given health, and return the limits of time that they get."""
-    left, limits = iter(healths), []
+    limits = []
 
-    def check(info: BackendInfo, timeout: float) -> Health:
+    def check(found: list[BackendInfo], timeout: float) -> list[Health]:
+        assert len(found) == len(healths)
         limits.append(timeout)
-        return next(left)
+        return healths
 
     monkeypatch.setattr(inspection, "check_apart", check)
     return limits
@@ -119,7 +120,7 @@ class TestProcess:
     def test_the_module_is_the_command(self) -> None:
         done = run(*MODULE, "backends", "--json", env=ALONE)
         assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout) == []
+        assert json.loads(done.stdout) == {"schema": 1, "backends": []}
         assert run(*MODULE, env=ALONE).stderr.startswith("usage: qompose ")
 
     @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ class TestBackends:
     """`qompose backends`."""
 
     def test_json(self, command: Command) -> None:
-        rows = json.loads(command("backends", "--json").out)
+        rows = json.loads(command("backends", "--json").out)["backends"]
         assert [row["name"] for row in rows] == ["alpha", "beta", "broken"]
         assert rows[0]["distribution"] == "dist-alpha"
         assert rows[0]["problem"] is None
@@ -278,11 +279,12 @@ class TestBackends:
 
     def test_a_check_as_json(self, monkeypatch: Patch, command: Command) -> None:
         seen = check_finds(monkeypatch, [WITHOUT_TARGET, USABLE, Health("broken", "why")])
-        rows = json.loads(command("backends", "--check", "--json", "--timeout", "7", code=1).out)
+        printed = command("backends", "--check", "--json", "--timeout", "7", code=1)
+        rows = json.loads(printed.out)["backends"]
         found = [(row["status"], row["problem"]) for row in rows]
         assert found == [("usable", None), ("usable", None), ("broken", "why")]
         assert rows[0]["targets"] == {"there": "install it"}
-        assert seen == [7.0] * 3
+        assert seen == [7.0]
 
     def test_a_target_that_cannot_be_used_is_said_and_is_no_problem(
         self, monkeypatch: Patch, command: Command
@@ -296,7 +298,7 @@ class TestBackends:
     ) -> None:
         monkeypatch.setenv("QOMPOSE_PLUGINS", "alpha,alhpa")
         printed = command("backends", "--json")
-        assert [row["name"] for row in json.loads(printed.out)] == ["alpha"]
+        assert [row["name"] for row in json.loads(printed.out)["backends"]] == ["alpha"]
         assert "'alhpa'" in printed.err
 
     def test_an_empty_variable_hides_all_and_is_told(
@@ -320,7 +322,9 @@ class TestCapabilities:
     """`qompose capabilities`."""
 
     def test_json(self, command: Command) -> None:
-        rows = json.loads(command("capabilities", "alpha", "--json").out)
+        data = json.loads(command("capabilities", "alpha", "--json").out)
+        assert data["schema"] == 1
+        rows = data["rows"]
         assert {row["backend"] for row in rows} == {"alpha"}
         linear = [row for row in rows if row["pattern"] == "linear"]
         assert [row["config"] for row in linear] == ["static", "dynamic", "weight-only"]
@@ -331,6 +335,7 @@ class TestCapabilities:
         [
             (["--mode", "dynamic"], lambda row: row["mode"] == "dynamic"),
             (["--config", "static"], lambda row: row["config"] == "static"),
+            (["--rule", "linear_relu"], lambda row: row["pattern"] == "linear_relu"),
             (["--target", "torch"], lambda row: bool(row["kernels"])),
             (["--target", "torch", "--mode", "static"],
              lambda row: bool(row["kernels"]) and row["mode"] == "static"),
@@ -340,16 +345,18 @@ class TestCapabilities:
     def test_choice(
         self, arguments: list[str], keep: Callable[[dict[str, Any]], bool], command: Command
     ) -> None:
-        every = json.loads(command("capabilities", "alpha", "--json").out)
+        every = json.loads(command("capabilities", "alpha", "--json").out)["rows"]
         wanted = [row for row in every if keep(row)]
         assert 0 < len(wanted) < len(every)
-        assert json.loads(command("capabilities", "alpha", *arguments, "--json").out) == wanted
+        chosen = json.loads(command("capabilities", "alpha", *arguments, "--json").out)
+        assert chosen == {"schema": 1, "rows": wanted}
 
     @pytest.mark.parametrize(
         ("line", "near"),
         [
             ("alpha --target tocrh", "torch"),
             ("alpha --config sttaic", "static"),
+            ("alpha --rule linaer", "linear"),
             ("alpho", "alpha"),
         ],
     )
@@ -369,7 +376,7 @@ class TestCapabilities:
     def test_a_broken_plugin_harms_nobody_else(self, command: Command) -> None:
         """The others' rows are printed, and the fault is named."""
         printed = command("capabilities", "--json", code=1)
-        assert {row["backend"] for row in json.loads(printed.out)} == {"alpha", "beta"}
+        assert {row["backend"] for row in json.loads(printed.out)["rows"]} == {"alpha", "beta"}
         assert "'broken' (dist-broken 1.0" in printed.err
 
 

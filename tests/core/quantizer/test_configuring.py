@@ -24,6 +24,7 @@ from tests.core.toy import (
     DYNAMIC,
     LINEAR,
     PER_TENSOR,
+    SIGMOID,
     STATIC,
     WEIGHT_ONLY,
     NullQuantizer,
@@ -299,3 +300,37 @@ class TestConfigurationsByName:
         assert answer.config == "dynamic"
         refused = qompose.can_quantize(self.PROGRAM, "linear", "alpha", "dynamc")
         assert not refused and "'dynamic'" in refused.reason
+
+
+class TestInstalledBackendsWithARule:
+    """What no member has a rule for, and an installed backend has, is named with that backend."""
+
+    PROGRAM = TestConfigurationsByName.PROGRAM
+
+    @pytest.fixture(autouse=True)
+    def others(self, install: Any) -> None:
+        broken = backend("other", rules=3)
+        sigmoids = backend("sigmoids", rules=(SIGMOID,))
+        install(alpha=backend("alpha"), broken=broken, sigmoids=sigmoids)
+
+    def told(self, quantizer: Any) -> list[str]:
+        notes = qompose.report(prepare(self.PROGRAM, quantizer)).notes
+        return [note for note in notes if "installed" in note]
+
+    def test_reports_name_it(self) -> None:
+        (note,) = self.told(toy(SIGMOID, name="mine"))
+        assert "linear (aten.linear)" in note and note.endswith(": alpha")
+
+    def test_questions_name_it(self) -> None:
+        answer = qompose.can_quantize(self.PROGRAM, "linear", toy(SIGMOID, name="mine"))
+        assert [who for who, _ in answer.reasons] == ["mine", "alpha"]
+
+    @pytest.mark.parametrize(
+        "quantizer",
+        [
+            pytest.param("alpha", id="taken"),
+            pytest.param(toy(LINEAR).set_operator_type(F.linear, None), id="left in float"),
+        ],
+    )
+    def test_nobody_is_named_for_what_a_member_speaks_of(self, quantizer: Any) -> None:
+        assert self.told(quantizer) == []
