@@ -75,7 +75,8 @@ def test_one_table_of_integers_in_every_form(order: tuple[str, str]) -> None:
         "tokens": "embedding",
         "head": next(name for name in order if name != "embedding"),
     }
-    assert {row.state for row in rows.values()} == {"int8 kernel"}
+    states = {path: row.state for path, row in rows.items()}
+    assert states == {"tokens": "float kernel on integers", "head": "int8 kernel"}
     with torch.no_grad():
         expected, simulated = program().module()(IDS), result.converted(IDS)
         lowered = result.model(IDS)
@@ -102,7 +103,10 @@ def test_on_the_executorch_runtime() -> None:
     rows = {
         r.module: (r.owner, r.state) for r in result.report.rows if r.module in ("tokens", "head")
     }
-    assert rows == {"tokens": ("embedding", "int8 kernel"), "head": ("xnnpack", "int8 kernel")}
+    assert rows == {
+        "tokens": ("embedding", "float kernel on integers"),
+        "head": ("xnnpack", "int8 kernel"),
+    }
     assert any(f"head.weight_q ({WORDS * WIDTH} bytes)" in note for note in result.report.notes)
 
 

@@ -80,7 +80,9 @@ def test_every_bag_has_a_kernel(order: tuple[str, str]) -> None:
     result = quantized(*order)
     bags = [row for row in result.report.rows if row.owner == "embedding"]
     assert len(bags) == TABLES
-    assert {(row.state, row.kernel) for row in bags} == {("int8 kernel", "bag of packed rows")}
+    assert {(row.state, row.kernel) for row in bags} == {
+        ("float kernel on integers", "bag of packed rows")
+    }
     dense, sparse = batch(9)
     with torch.no_grad():
         wanted, actual = model()(dense, sparse), result.model(dense, sparse)

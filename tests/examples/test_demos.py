@@ -82,7 +82,7 @@ def test_sentence_demo_says_who_took_what(outcome: Any) -> None:
         }
         linear = "x86_inductor" if "x86" in result.engine.name else "xnnpack"
         assert owners == {
-            "aten.embedding": {("embedding", "int8 kernel")},
+            "aten.embedding": {("embedding", "float kernel on integers")},
             "aten.linear": {(linear, "int8 kernel")},
         }
 

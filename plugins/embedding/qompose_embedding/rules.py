@@ -51,7 +51,7 @@ def _bags(overload: Any, *others: Any) -> OperatorPattern:
 
 def _kernel(name: str, emit: Callable[[Region], Node], otherwise: Kernel | None = None) -> Kernel:
     """Return a kernel that gives floats: what a lookup returns is not quantized."""
-    return Kernel(name, emit, float_output=True, otherwise=otherwise)
+    return Kernel(name, emit, float_output=True, float_arithmetic=True, otherwise=otherwise)
 
 
 def _rule(name: str, patterns: tuple[OperatorPattern, ...], anchor: str, **targets: Kernel) -> Rule:
