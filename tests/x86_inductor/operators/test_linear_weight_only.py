@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from qompose.backend import kit
 from qompose_x86_inductor.operators import linear_weight_only
 from torch import Tensor
 
@@ -23,8 +24,17 @@ rows = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (40,)])
 # Odd ones too, where the kernel for bfloat16 would read past the end of rows.
 depths = st.sampled_from([1, 7, 32, 70, 257, 0])
 
+
+def int8_in_graph(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
+    """What the decomposition puts in the place of the operator on this machine."""
+    if not linear_weight_only.multiplies_integers(weight):
+        return linear_weight_only.int8_weight_in_float(x, weight, *rest)  # type: ignore[arg-type]
+    zeros = torch.zeros(len(weight), dtype=torch.int32)
+    return linear_weight_only.int8_weight_in_graph(x, weight, *rest, zero_points=zeros)  # type: ignore[arg-type]
+
+
 OPERATORS: dict[str, tuple[Any, Any]] = {
-    "int8": (OPS.linear_int8_weight, linear_weight_only.int8_weight_in_graph),
+    "int8": (OPS.linear_int8_weight, int8_in_graph),
     "int4": (OPS.linear_int4_weight, linear_weight_only.int4_weight_in_graph),
     "float16": (OPS.linear_float16_weight, linear_weight_only.float16_weight_in_graph),
 }
@@ -90,7 +100,43 @@ def test_zero_points_of_groups(seed: int, group: int) -> None:
         assert_exact(operator(x, weight, both, bias), x, exact.reshape(6, -1), bias)
 
 
-@pytest.mark.parametrize("kind", ["int4", "float16"])
+class TestFixedPoint:
+    @MODEST
+    @given(seeds, st.sampled_from([1e-20, 1.0, 1e20]), st.booleans())
+    def test_digits_are_the_row_to_24_bits(self, seed: int, size: float, outlier: bool) -> None:
+        torch.manual_seed(seed)
+        rows = torch.randn(4, 9) * size
+        rows[:, 3] *= 1e4 if outlier else 1.0
+        digits, scale = linear_weight_only._planes(rows)
+        places = 256.0 ** torch.arange(2, -1, -1).double()
+        whole = ((digits.double() - 128).view(3, 4, 9) * places[:, None, None]).sum(0)
+        error = (whole * scale.double() - rows.double()).abs()
+        assert (error <= rows.abs().amax(1, keepdim=True) * 2.0**-23).all()
+
+    @pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
+    def test_extreme_rows(self, value: float) -> None:
+        x, weight, scales, _ = operands("int8")
+        x[1] = value
+        exact = x.double() @ (weight.double() * scales.double()[:, None]).T
+        found = OPS.linear_int8_weight(x, weight, scales, None).double()
+        assert ((found - exact).abs() <= exact.abs() * 2.0**-16 + 1e-30).all()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    def test_what_is_not_finite_shows_in_its_row_only(self, value: float) -> None:
+        x, weight, scales, bias = operands("int8")
+        x[1, 2] = value
+        found = OPS.linear_int8_weight(x, weight, scales, bias)
+        assert found.isfinite().all(1).tolist() == [True, False, True]
+
+    def test_sums_that_would_leave_int32_are_of_floats(self) -> None:
+        depth = kit.MAX_DEPTH + 1
+        x, weight = torch.ones(1, depth), torch.full((16, depth), 127, dtype=torch.int8)
+        found = OPS.linear_int8_weight(x, weight, torch.ones(16), None)
+        assert torch.allclose(found, torch.tensor(127.0 * depth), rtol=1e-5)
+        assert not linear_weight_only.multiplies_integers(weight)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "float16"])
 def test_writes_to_weight_and_scales_are_seen(kind: str) -> None:
     operator, given = OPERATORS[kind][0], operands(kind)
     operator(*given)

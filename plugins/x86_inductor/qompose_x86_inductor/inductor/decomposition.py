@@ -77,6 +77,11 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Tensor]]] = {
     _OPS.attention.default: attention.attention_in_graph,
 }
 
+_IN_FLOAT: Final[dict[Any, Callable[..., Tensor]]] = {
+    _OPS.linear_int8_weight.default: linear_weight_only.int8_weight_in_float,
+}
+"""What computes a call whose integers oneDNN would not multiply exactly; others stay as they are."""
+
 
 def _is_ours(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _DECOMPOSITIONS
@@ -98,6 +103,10 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
     """Retarget one call of ours, in place; Inductor's own template may compute it if `templated`."""
     arguments, decomposition = _arguments(node), _DECOMPOSITIONS[node.target]
+    if node.target in _IN_FLOAT:
+        weight = _attribute(gm, arguments["weight"])
+        if weight is None or not linear_weight_only.multiplies_integers(weight):
+            decomposition = _IN_FLOAT[node.target]
     parameters = inspect.signature(decomposition).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in parameters:  # it multiplies integers
