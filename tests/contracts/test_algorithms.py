@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from qompose.algorithms import SignRound
 from qompose.testing import AlgorithmContract
 
 pytestmark = pytest.mark.full
@@ -31,6 +32,10 @@ class TestGPTQ(AlgorithmContract):
 
 class TestSequentialGPTQ(AlgorithmContract):
     algorithm = "gptq_sequential"
+
+
+class TestSignRound(AlgorithmContract):
+    algorithm = SignRound(iterations=12)
 
 
 class TestBiasCorrection(AlgorithmContract):

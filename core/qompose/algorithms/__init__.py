@@ -13,7 +13,7 @@ from qompose.algorithms.channel_factors import Divided
 from qompose.algorithms.channel_scaling import ChannelScaling
 from qompose.algorithms.discovery import load_algorithm
 from qompose.algorithms.equalization import Equalization
-from qompose.algorithms.gptq import GPTQ
+from qompose.algorithms.gptq import GPTQ, compensated
 from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched
 from qompose.algorithms.products import (
     InputMoments,
@@ -21,16 +21,20 @@ from qompose.algorithms.products import (
     Operands,
     absorbers_of,
     change_products,
+    check_own_integers,
+    check_own_scales,
     columns_of,
     moments_read,
     noted,
     product_node,
+    scales_as_stored,
     set_integers,
     set_scales,
     weight_group,
     weight_of,
 )
 from qompose.algorithms.scale_search import ScaleSearch
+from qompose.algorithms.sign_round import SignRound
 from qompose.algorithms.smooth_quant import Smoothing
 from qompose.backend.discovery import algorithms
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS, AlgorithmChoice
@@ -47,16 +51,21 @@ __all__ = [
     "NotChanged",
     "Operands",
     "Rewritten",
+    "SignRound",
     "Watched",
     "absorbers_of",
     "algorithms",
     "change_products",
+    "check_own_integers",
+    "check_own_scales",
     "columns_of",
+    "compensated",
     "for_each_value",
     "load_algorithm",
     "moments_read",
     "noted",
     "product_node",
+    "scales_as_stored",
     "set_integers",
     "set_scales",
     "weight_group",
@@ -71,6 +80,7 @@ OWN: tuple[Algorithm, ...] = (
     ScaleSearch(),
     GPTQ(),
     GPTQ(sequential=True),
+    SignRound(),
     BiasCorrection(),
 )
 """qompose's, in the order in which stages ask them; those of other packages come after GPTQ."""

@@ -157,6 +157,29 @@ class GPTQ(Algorithm):
         return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
 
 
+def compensated(
+    found: Calibrated, product: Operands, inputs: InputMoments, otherwise: Tensor
+) -> Tensor:
+    """Return where each value of a product's weight is, in steps, when GPTQ rounds it to its integer.
+
+    Args:
+        inputs: second moments of what it reads.
+        otherwise: what is returned where the nearest integers are better on data held back, in the shape of
+            the parameter.
+
+    Raises:
+        NotChanged: the weight is not quantized, or its parameters are not known here.
+    """
+    _, q = weight_group(found, product)
+    together = columns_of(product)[0].window is not None
+    rounding = _Rounding.of(reader_of(found, product), q, together=together)
+    form, gain = rounding.some().best_form(_OF_MOMENTS, *inputs.halves())
+    if inputs.channels == 1 or not gain > 1:
+        return otherwise
+    (found_there,) = rounding.positions((inputs,), form)
+    return rounding.as_parameter(found_there)
+
+
 def _few(inputs: Inputs) -> str:
     return f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
 

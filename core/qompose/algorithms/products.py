@@ -567,7 +567,7 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
     """Check that integers of a product's weight can be chosen, for it alone.
 
     Raises:
-        NotChanged: another algorithm has decided, or other operators read the weight too.
+        NotChanged: it is not quantized, another algorithm has decided, or other operators read it too.
     """
     number, _ = weight_group(found, product)
     if number in found.integers:

@@ -13,11 +13,11 @@ from qompose.errors import ConfigError, near_names
 
 EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
 AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "awq", "scale_search", "gptq", "bias_correction"
-GPTQ_SEQUENTIAL = "gptq_sequential"
+GPTQ_SEQUENTIAL, SIGN_ROUND = "gptq_sequential", "sign_round"
 ALGORITHM_WORDS = (
-    EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, GPTQ_SEQUENTIAL, BIAS_CORRECTION,
+    EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND, BIAS_CORRECTION,
 )  # fmt: skip
-_ROUNDING = (GPTQ, GPTQ_SEQUENTIAL)
+_ROUNDING = (GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND)
 """Each chooses the integers of weights, so that one of them is enough."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from qompose import QuantizationConfig, SmoothQuant, training_config
-from qompose.algorithms import GPTQ, Algorithm
+from qompose.algorithms import GPTQ, Algorithm, SignRound
 from qompose.errors import ConfigError
 from qompose.observers import config_from_json, config_to_json
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS
@@ -28,6 +28,7 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
         (WEIGHT_ONLY, ("bias_correction",), "bias_correction .*weight-only"),
         (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant .*weight-only"),
         (replace(STATIC, weight=None), ("equalization",), "equalization"),
+        (STATIC, ("gptq", "sign_round"), "gptq and sign_round exclude one another"),
         (STATIC, (GPTQ(), GPTQ(sequential=True)), "gptq and gptq_sequential exclude"),
     ],
 )
@@ -36,7 +37,7 @@ def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, n
         replace(config, algorithms=algorithms)
 
 
-OTHERS = ("awq", "gptq_sequential")
+OTHERS = ("awq", "gptq_sequential", "sign_round")
 OF_STATIC = tuple(word for word in ALGORITHM_WORDS if word not in OTHERS)
 """Those that a static configuration can have together."""
 
@@ -77,10 +78,18 @@ def test_without_a_strength_it_is_the_word() -> None:
 
 @pytest.mark.parametrize(
     "choice, word",
-    [(GPTQ(), "gptq"), (GPTQ(sequential=True), "gptq_sequential")],
+    [(GPTQ(), "gptq"), (GPTQ(sequential=True), "gptq_sequential"), (SignRound(), "sign_round")],
 )
 def test_without_options_an_object_is_its_word(choice: Algorithm, word: str) -> None:
     assert replace(STATIC, algorithms=(choice,)).algorithms == (word,)
+
+
+def test_options_of_sign_round_are_kept() -> None:
+    fewer = SignRound(iterations=50, ranges=False)
+    config = replace(STATIC, algorithms=(fewer,))
+    assert config.algorithms == (fewer,) and "50 iterations" in str(fewer)
+    with pytest.raises(ConfigError, match="iterations"):
+        SignRound(iterations=0)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])
