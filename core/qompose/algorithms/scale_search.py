@@ -54,6 +54,10 @@ _DOUBT = 0.3
 """What is added to each variance, in units of the mean square: other data may have louder channels."""
 
 
+class _UselessData(NotChanged):
+    """Raised where calibration data says nothing of an input, which is worth a line in any case."""
+
+
 class ScaleSearch(Algorithm):
     """Searches the ranges of weights whose claims ask for it, or have few bits and ask for nothing."""
 
@@ -80,7 +84,7 @@ class ScaleSearch(Algorithm):
             inputs, what = _inputs_of(found, number, asked=asked)
             chosen, gain = _searched(found, number, q, inputs)
         except NotChanged as reason:
-            if asked:
+            if asked or isinstance(reason, _UselessData):
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
             return None
         found.made.append(
@@ -186,7 +190,8 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
     """Return the inputs of products that share a weight: of each half of the examples, and of all.
 
     Raises:
-        NotChanged: they never saw data, all data is alike, or values are not finite.
+        NotKnown: they never saw data.
+        _UselessData: all data is alike, or values are not finite.
     """
     seen: list[tuple[Any, Tensor | float]] = [
         (found.sums.get((p.source, _channels_of(p)[0])), _powers(found, p)) for p in products
@@ -197,9 +202,9 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
     count = torch.stack([observer.count for observer, _ in seen]).sum(0)
     unit = sums.sum(0)[1].mean() / count.sum()
     if not bool(sums.isfinite().all()) or not unit > 0:
-        raise NotChanged("its input is zero, or has values that are not finite")
+        raise _UselessData("its input is zero, or has values that are not finite")
     if not bool(count.all()):
-        raise NotChanged(
+        raise _UselessData(
             "too few different examples of its input were seen, and none can be held back"
         )
     halves = zip((*sums, sums.sum(0)), (*count, count.sum()), strict=True)

@@ -137,8 +137,11 @@ def test_without_data_it_is_made_only_if_asked_for() -> None:
         (torch.full((64, 48), float("nan")), "not finite"),
     ],
 )
-def test_data_that_says_nothing_is_named(x: Tensor, reason: str) -> None:
-    quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, ("scale_search",)))
+@pytest.mark.parametrize("algorithms", [None, ("scale_search",)])
+def test_data_that_says_nothing_is_named(
+    algorithms: tuple[str, ...] | None, x: Tensor, reason: str
+) -> None:
+    quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, algorithms))
     prepared = qompose.prepare_pt2e(export(outliers(), torch.ones_like(x)), quantizer)
     prepared(x)
     made, refused = lines(qompose.convert_pt2e(prepared), "scale_search")
