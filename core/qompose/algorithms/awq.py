@@ -27,7 +27,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.channel_factors import Divided
+from qompose.algorithms.channel_factors import (
+    JUDGED,
+    Divided,
+    gain_needed,
+    in_steps,
+    who_divides,
+)
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
     NOTHING,
@@ -42,19 +48,16 @@ from qompose.algorithms.products import (
     operands_of,
     product_node,
 )
-from qompose.observers.make_observer import make_observer
+from qompose.observers.make_observer import make_observer, qparams_of
 from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.graph import address_of, constant_of, describe
 from qompose.spec.algorithm_choice import AWQ as WORD
 from qompose.spec.claim import Claim, Point
-from qompose.spec.qdq import QParams, axis_of, integers_of, values_of_integers
-from qompose.spec.qparams import along, quantized_range
+from qompose.spec.qdq import axis_of, integers_of, values_of_integers
+from qompose.spec.qparams import along
 from qompose.spec.quantization_spec import QuantizationSpec
 
 _POWERS = tuple(n / 10 for n in range(1, 11))
-_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
-"""How many times smaller an error has to become: where parameters do all of it, and where not."""
-_STEPS_PER_OCTAVE = 4
 _LOUDEST = 8.0
 """How many times the median size of all channels one can count.
 
@@ -62,8 +65,6 @@ One token of a sequence, on which others lean, may be a thousand times as large 
 squares alone would decide.
 """
 _SMALLEST, _LARGEST = 2.0**-8, 2.0**8
-_JUDGED = 256
-"""How many outputs of each product, at least, the error is measured on; they are spread over all."""
 
 
 class AWQ(Algorithm):
@@ -156,15 +157,13 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     absorbers = absorbers_of(source, users, dim, found.readers, found.plan.group_of)
     trials = [_Trial.of(found, product) for product in products]
     values, gain = _best(trials)
-    needed = _FOR_NOTHING if absorbers else _FOR_A_PASS
+    needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
             f"on calibration data held back the best factors would make the squared error {gain:.2f} times "
             f"smaller, and {needed} is needed"
         )
-    how = "by a product in the graph"
-    if absorbers:
-        how = f"by {' and '.join(str(found.nodes[name].target) for name in absorbers)}"
+    how = who_divides(absorbers, found.nodes)
     effect = (
         f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared error on "
         f"calibration data held back {gain:.2f} times smaller"
@@ -186,7 +185,7 @@ class _Trial:
         weight = found.factors.constant(product.weight.name).float()
         spec = _spec(found, product)
         if axis_of(spec) == 0 or spec.block_size is not None:  # else the range is that of all rows
-            weight = weight[:: max(1, weight.shape[0] // _JUDGED)]
+            weight = weight[:: max(1, weight.shape[0] // JUDGED)]
         first, second = _limited(inputs, weight.shape[1]).halves()
         return cls(weight, spec, (first, second))
 
@@ -220,12 +219,7 @@ def _rounded(weight: Tensor, spec: Any) -> Tensor:
     """Return what a weight is going to be once it is quantized."""
     observer: Any = make_observer(spec)
     observer(weight)
-    scale, zero_point = observer.calculate_qparams()
-    axis, blocks = axis_of(spec), spec.block_size is not None
-    if axis is not None:
-        scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
-    low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-    q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
+    q = qparams_of(spec, observer, *observer.calculate_qparams())
     return values_of_integers(integers_of(weight, q), q)
 
 
@@ -254,6 +248,4 @@ def _factors(sizes: Tensor, power: float) -> Tensor:
     if not len(alive):
         return torch.ones_like(sizes)
     raw = sizes.clamp(min=float(alive.min())) ** power
-    octaves = torch.log2(raw / (raw.amax() * raw.amin()).sqrt())
-    steps = (octaves * _STEPS_PER_OCTAVE).round()
-    return torch.exp2(steps / _STEPS_PER_OCTAVE).clamp(_SMALLEST, _LARGEST)
+    return in_steps(raw / (raw.amax() * raw.amin()).sqrt()).clamp(_SMALLEST, _LARGEST)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,29 @@ from qompose.program.graph import constant_of
 from qompose.program.meta import FACTORS_TAG, tag
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import Absorbed, axis_of, in_rows
+
+JUDGED = 256
+"""How many outputs of products, at least, an error with factors is measured on; they are spread over all."""
+_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
+"""How many times smaller an error has to become: where parameters do all of it, and where not."""
+_STEPS_PER_OCTAVE = 4
+
+
+def gain_needed(absorbers: Sequence[str]) -> float:
+    """Return how many times smaller an error has to become for factors, with what takes them up if any."""
+    return _FOR_NOTHING if absorbers else _FOR_A_PASS
+
+
+def who_divides(absorbers: Sequence[str], nodes: Mapping[str, Node]) -> str:
+    """Say what divides a tensor by its factors."""
+    if not absorbers:
+        return "by a product in the graph"
+    return f"by {' and '.join(str(nodes[name].target) for name in absorbers)}"
+
+
+def in_steps(ratios: Tensor) -> Tensor:
+    """Return positive ratios rounded to powers of `2 ** 0.25`."""
+    return torch.exp2((torch.log2(ratios) * _STEPS_PER_OCTAVE).round() / _STEPS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)

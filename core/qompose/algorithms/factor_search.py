@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qompose.algorithms.calibrated import RoundedWeight, Scheme
-from qompose.algorithms.channel_factors import Factors
+from qompose.algorithms.channel_factors import JUDGED, Factors, in_steps
 from qompose.observers.auto_range import measured_against
 from qompose.observers.channel_ranges import ChannelSample
 from qompose.spec.qparams import along, fake_quantize
@@ -26,9 +26,6 @@ _EXPONENTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 _LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
 _MEDIAN = 0.5
 _LARGEST_FACTOR = 2.0**8
-_STEPS_PER_OCTAVE = 4
-_JUDGED = 256
-"""How many outputs of products, at least, the error is measured on; they are spread over all."""
 _ROOMS = (1.0, 2.0**0.25, 2.0**0.5)
 """How far the range goes beyond what was seen: with channels that are all alike, each new row has one that is
 larger than before."""
@@ -68,7 +65,7 @@ def input_factors(
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
     work = [weight.numel() // weight.shape[1] for weight in weights]
-    judged = [_Outputs.of(product, max(1, sum(work) // _JUDGED)) for product in products]
+    judged = [_Outputs.of(product, max(1, sum(work) // JUDGED)) for product in products]
 
     def error_on(held: ChannelSample) -> Error:
         exact = [held.rows @ outputs.weight().T for outputs in judged]
@@ -251,5 +248,4 @@ def _factors_above(sizes: Tensor, level: float) -> Tensor:
     if not bool(alive.any()):
         return torch.ones_like(sizes)
     ratios = sizes.clamp(min=1e-30) / torch.quantile(sizes[alive], level)
-    steps = (torch.log2(ratios) * _STEPS_PER_OCTAVE).round()
-    return torch.exp2(steps / _STEPS_PER_OCTAVE).clamp(1.0, _LARGEST_FACTOR)
+    return in_steps(ratios).clamp(1.0, _LARGEST_FACTOR)

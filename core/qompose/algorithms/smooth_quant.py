@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.channel_factors import Factors
+from qompose.algorithms.channel_factors import Factors, gain_needed, who_divides
 from qompose.algorithms.factor_search import input_factors
 from qompose.algorithms.interface import Algorithm, Watched
 from qompose.algorithms.products import absorbers_of, product_node
@@ -38,8 +38,6 @@ from qompose.spec.quantization_spec import FixedQParamsQuantizationSpec, Quantiz
 aten = torch.ops.aten
 
 
-_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
-"""How many times smaller an error has to become: where parameters do all of it, and where not."""
 _DEVIATIONS = 2.0
 """How far from its mean a normalized channel goes on any data: a value in twenty, if they are Gaussian.
 
@@ -94,7 +92,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     Raises:
         _NotSmoothed: there are none.
     """
-    observer, needed = found.observers[number], _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
+    observer, needed = found.observers[number], gain_needed(balance.absorbers)
     if not isinstance(observer, PerChannelRangeObserver):
         raise _NotSmoothed("its observer was replaced")
     if not observer.knows_channels:
@@ -132,9 +130,7 @@ def _expected(found: Calibrated, balance: Balance) -> Tensor | None:
 
 
 def _described(balance: Balance, factors: Factors, nodes: Mapping[str, Node]) -> str:
-    how = "by a product in the graph"
-    if balance.absorbers:
-        how = f"by {' and '.join(str(nodes[name].target) for name in balance.absorbers)}"
+    how = who_divides(balance.absorbers, nodes)
     moved, most = int((factors.values != 1).sum()), float(factors.values.max())
     return f"{moved} of {len(factors.values)} channels divided by up to {most:g}, {how}; {factors.effect}"
 

@@ -33,7 +33,6 @@ from qompose.observers.channel_ranges import PerChannelRangeObserver, base_obser
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
 from qompose.observers.make_observer import (
-    channel_axis,
     check_observer,
     eps_of,
     has_data,
@@ -41,6 +40,7 @@ from qompose.observers.make_observer import (
     least_scale,
     observer_nodes,
     observers_of,
+    qparams_of,
     was_fed,
 )
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
@@ -379,8 +379,7 @@ class QParamsSolver:
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
         observer, factors = self.observer(number), self._found.factors.factors.get(number)
-        low, high = self._bounds(number, spec)
-        axis = channel_axis(spec, observer)
+        self._check_bounds(number, spec)
         if factors is not None:
             scale, zero_point = factors.scale, factors.zero_point
         elif (rows := self._found.factors.qparams_of_rows(number)) is not None:
@@ -389,22 +388,19 @@ class QParamsSolver:
             with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
                 scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())
         scale, zero_point = scale.detach(), self._integral(number, zero_point.detach())
-        blocks = getattr(spec, "block_size", None) is not None
-        if axis is not None:
-            scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
-        q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
+        q = qparams_of(spec, observer, scale, zero_point)
         q = self._algorithms.choose_qparams(self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
         return q
 
-    def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
-        """Return the range of a group's integers; users may have replaced its observer since."""
+    def _check_bounds(self, number: int, spec: Any) -> None:
+        """Check the range of a group's integers; users may have replaced its observer since."""
         observer = base_observer(self.observer(number))
         try:
             if isinstance(spec, QuantizationSpec):
                 check_observer(observer, spec)
-            return integer_bounds(spec, observer)
+            integer_bounds(spec, observer)
         except ConfigError as error:
             raise ConfigError(f"{self.describe(number)}: {error}") from error
 

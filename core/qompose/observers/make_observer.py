@@ -18,7 +18,7 @@ from qompose.observers.min_max import FixedQParamsObserver, Observer, Placeholde
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import get_attribute, owner_of
 from qompose.program.meta import GROUP_TAG, tag_of
-from qompose.spec.qdq import axis_of
+from qompose.spec.qdq import QParams, axis_of
 from qompose.spec.qparams import (
     DEFAULT_EPS,
     FLOAT_ZERO_POINT,
@@ -259,6 +259,19 @@ def channel_axis(spec: Any, observer: nn.Module) -> int | None:
         return axis_of(spec)
     axis = getattr(observer, "ch_axis", spec.ch_axis)
     return int(axis) if scheme in PER_CHANNEL else None
+
+
+def qparams_of(spec: Any, observer: nn.Module, scale: Tensor, zero_point: Tensor) -> QParams:
+    """Return quantization parameters with an observer's scales and zero points, in the form of its scheme.
+
+    Raises:
+        ConfigError: the observer's integers do not fit the specification's type.
+    """
+    low, high = integer_bounds(spec, observer)
+    axis, blocks = channel_axis(spec, observer), getattr(spec, "block_size", None) is not None
+    if axis is not None:
+        scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+    return QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
 
 
 _PER_TOKEN_EPS = 1e-5 / 127
