@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -89,16 +89,20 @@ class BackendInfo:
 class Health:
     """What loading a backend shows: whether it is usable, broken or unavailable here, and why.
 
-    `targets` has the runtimes that it brings, each with why it cannot be used here, or None.
+    `targets` has the runtimes that it brings, each with why it cannot be used here, or None; `kernels_for`
+    has the targets that its kernels are for, whoever brings them.
     """
 
     status: str
     problem: str | None = None
     targets: Mapping[str, str | None] = field(default_factory=dict)
+    kernels_for: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON data."""
-        return {**self.__dict__, "targets": dict(self.targets)}
+        return {
+            **self.__dict__, "targets": dict(self.targets), "kernels_for": list(self.kernels_for)
+        }  # fmt: skip
 
 
 def backends() -> list[BackendInfo]:
@@ -342,7 +346,7 @@ def _table_fault(backend: Backend) -> str | None:
 
     from qompose.backend.capabilities import naming_fault
     from qompose.backend.interface import Target
-    from qompose.backend.rule import Rule
+    from qompose.backend.rule import TORCH, Rule, target_faults
     from qompose.spec.quantization_spec import QuantizationConfig
 
     tables: tuple[tuple[str, Any, type, str], ...] = (
@@ -354,6 +358,10 @@ def _table_fault(backend: Backend) -> str | None:
         for entry in table:
             if not isinstance(entry, kind):
                 return f"its {name} contain {entry!r}; expected a {expected}"
+    known = (TORCH, *(target.name for target in backend.targets))
+    for rule in backend.rules:
+        for slip in target_faults(rule.kernels, known):
+            return f"rule {rule.name}: {slip}"
     for operator, reason in dict[Any, Any](backend.left_in_float).items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return (
@@ -372,7 +380,8 @@ def check_backend(info: BackendInfo) -> Health:
         return Health(BROKEN, error.reason)
     except MemberError as error:
         return Health(BROKEN, str(error))
-    return Health(UNAVAILABLE if problem else USABLE, problem, targets)
+    kernels_for = tuple(dict.fromkeys(t for rule in backend.rules for t in rule.kernels))
+    return Health(UNAVAILABLE if problem else USABLE, problem, targets, kernels_for)
 
 
 def obstacle(subject: Backend | Target, who: str) -> str | None:

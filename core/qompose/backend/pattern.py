@@ -130,6 +130,14 @@ class OperatorPattern:
         own = {"output"} if self.result is None else {"output", "op"}
         return frozenset(own.union(set.intersection(*arguments) if arguments else ()))
 
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Return what is wrong with the fields."""
+        targets: Any = self.targets
+        if not isinstance(targets, tuple) or not targets:
+            return (f"targets must be a tuple of operators, got {targets!r}",)
+        return tuple(_not_an_overload(t) for t in targets if not _is_overload(t))
+
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every call of the operators, in graph order."""
         calls = [node for target in self.targets for node in index.calls(target)]
@@ -166,6 +174,14 @@ class Pattern:
     function: Callable[..., Tensor]
     shapes: tuple[Shape, ...]
     operators: tuple[tuple[str, torch._ops.OpOverload], ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Return what is wrong with the fields, as far as that is seen without capturing the function."""
+        shapes: Any = self.shapes
+        if not isinstance(shapes, tuple):
+            return (f"shapes must be a tuple of shapes, got {shapes!r}",)
+        return (*_signature_faults(self.function, len(shapes)), *_named_faults(self.operators))
 
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every occurrence, overlapping ones too, in graph order of their outputs."""
@@ -209,6 +225,46 @@ class Pattern:
     def parameters(self) -> tuple[str, ...]:
         """Return the names of the function's parameters, as many as there are shapes."""
         return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
+
+
+def _is_overload(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def _not_an_overload(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [name for name in target.overloads() if name != "out"]  # type: ignore[no-untyped-call]
+        named = " or ".join(f"{target}.{name}" for name in overloads[:3])
+        return f"{target} stands for all its overloads: name one, such as {named}"
+    return f"expected an operator such as torch.ops.aten.linear.default, got {target!r}"
+
+
+def _signature_faults(function: object, shapes: int) -> Iterator[str]:
+    """Yield why a function cannot be called with a tensor for each of so many shapes."""
+    name = getattr(function, "__name__", repr(function))
+    if not callable(function):
+        yield f"function must be a function of tensors, got {function!r}"
+        return
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # torch's own functions are compiled, and have none
+        yield (
+            f"{name} has no signature to name tensors by: wrap it, as in "
+            f"lambda input, weight, bias: {name}(input, weight, bias)"
+        )
+        return
+    least = sum(p.default is p.empty for p in parameters)
+    if not least <= shapes <= len(parameters):
+        names = ", ".join(parameter.name for parameter in parameters)
+        yield f"{name} has the parameters {names}, and there are {shapes} shapes"
+
+
+def _named_faults(operators: Any) -> Iterator[str]:
+    for entry in operators:
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+            yield f"operators must be pairs of a name and an operator, got {entry!r}"
+        elif not _is_overload(entry[1]):
+            yield _not_an_overload(entry[1])
 
 
 class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
@@ -277,12 +333,7 @@ class _Captured(nn.Module):
 
 @cache
 def _matcher(pattern: Pattern) -> _CandidateMatcher:
-    example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
-    with torch.no_grad():
-        module = torch.export.export(_Captured(pattern.function), example).module(
-            check_guards=False
-        )
-    assert isinstance(module, GraphModule)
+    module = _exported(pattern)
     module.graph.eliminate_dead_code()
     named = _named(pattern, module)
     matcher = _CandidateMatcher(module, ignore_literals=True)
@@ -294,6 +345,44 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
     return matcher
 
 
+def _exported(pattern: Pattern) -> GraphModule:
+    """Return what a pattern's function is exported as.
+
+    Raises:
+        ConfigError: it does not take tensors of the pattern's shapes.
+    """
+    try:
+        example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
+        with torch.no_grad():
+            program = torch.export.export(_Captured(pattern.function), example)
+    except Exception as error:  # the function is its author's, and may raise anything
+        raise ConfigError(
+            f"pattern {pattern.function.__qualname__} cannot be called with tensors of its shapes "
+            f"({_drawn(pattern)}): {_first_line(_own_error(pattern) or error)}"
+        ) from error
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def _own_error(pattern: Pattern) -> Exception | None:
+    """Return what a pattern's function itself raises, which says more than its export does."""
+    try:
+        pattern.function(*(s() if callable(s) else torch.zeros(s) for s in pattern.shapes))
+    except Exception as error:
+        return error
+    return None
+
+
+def _drawn(pattern: Pattern) -> str:
+    pairs = zip(pattern.parameters, pattern.shapes, strict=False)
+    return ", ".join(f"{n}: {'a function' if callable(s) else list(s)}" for n, s in pairs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
     """Find the operators that a pattern names.
 
@@ -302,9 +391,13 @@ def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
     calls: dict[object, list[Node]] = defaultdict(list)
     for node in module.graph.nodes:
         calls[node.target].append(node)
+    called = ", ".join(str(target) for target in calls if _is_overload(target))
     named = {}
     for name, target in pattern.operators:
         if not calls[target]:
-            raise ConfigError(f"pattern {pattern.function.__qualname__} never calls {target}")
+            raise ConfigError(
+                f"pattern {pattern.function.__qualname__} says that {name!r} is {target}, which it never "
+                f"calls; it calls {called or 'no operator'}"
+            )
         named[name] = calls[target].pop(0)
     return named

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qompose.backend.pattern import OperatorPattern, Pattern
-from qompose.backend.rule import Rule
+from qompose.backend.rule import Rule, naming
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.program.batch_norm_folding import FOLDABLE
 from qompose.spec.selectors import kind_of, names_of
@@ -183,7 +183,8 @@ def _with_in_place(operator: str) -> frozenset[str]:
 
 def sequences(rule: Rule) -> tuple[tuple[str, ...], ...]:
     """Return the operators that a rule's patterns call, in their order, for each variant."""
-    found = (calls for pattern in rule.patterns for calls in _calls(pattern))
+    with naming(rule):
+        found = [calls for pattern in rule.patterns for calls in _calls(pattern)]
     return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
 
 

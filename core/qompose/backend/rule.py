@@ -9,7 +9,8 @@ is converted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -421,24 +422,64 @@ class Rule:
         return None if constraint is None else constraint.bounds
 
 
+@contextmanager
+def naming(rule: Rule) -> Iterator[None]:
+    """Put the name of a rule in front of errors about one of its patterns, which has none."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"rule {rule.name}: {error}") from error
+
+
 def _kind_faults(rule: Any) -> Iterator[str]:
     """Yield the fields that have values of the wrong type."""
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
         yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
         return
     for pattern in rule.patterns:
-        if not isinstance(pattern, (Pattern, OperatorPattern)):
-            yield f"expected a Pattern or an OperatorPattern, got {pattern!r}"
+        known = isinstance(pattern, (Pattern, OperatorPattern))
+        unknown = f"expected a Pattern or an OperatorPattern, got {pattern!r}"
+        yield from pattern.faults if known else [unknown]
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
             yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
             yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"
+    yield from target_faults(rule.kernels)
+    if isinstance(rule.modes, str):
+        yield f"modes must be a set of modes, got the string {rule.modes!r}: write {{{rule.modes!r}}}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
         yield f"guard must be a function of a match, got {rule.guard!r}"
+
+
+TORCH = "torch"
+"""The target that core brings: the process itself."""
+
+
+def target_faults(targets: Iterable[object], known: Collection[str] = (TORCH,)) -> Iterator[str]:
+    """Yield the targets that are a slip away from a known one; others may be those of other packages."""
+    for target in targets:
+        meant = [name for name in known if isinstance(target, str) and one_slip(target, name)]
+        if meant and target not in known:
+            yield f"kernels are for the target {target!r}{near_names(str(target), meant)}"
+
+
+def one_slip(written: str, meant: str) -> bool:
+    """Tell whether one letter too many, missing, wrong, or swapped with the next, is between two names."""
+    short, long = sorted((written, meant), key=len)
+    if len(short) < _SHORT or short == long:
+        return False
+    if len(short) < len(long):
+        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    first, *others = [i for i in range(len(long)) if short[i] != long[i]]
+    swapped = (long[first + 1 : first + 2] + long[first]) == short[first : first + 2]
+    return not others or (others == [first + 1] and swapped)
+
+
+_SHORT = 4
 
 
 def _word_faults(rule: Rule) -> Iterator[str]:

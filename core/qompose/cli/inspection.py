@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,19 @@ def _print_backends(rows: list[dict[str, Any]], results: Results) -> None:
         for target, problem in row.get("targets", {}).items():
             if problem:
                 results.text(f"{row['name']}: target {target} cannot be used here: {problem}")
+    for name, target in _targets_nobody_brings(rows):
+        results.text(f"{name}: no installed backend brings the target {target}")
+
+
+def _targets_nobody_brings(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield (backend, target) where kernels are for a runtime that no checked backend brings."""
+    listed = [(row["name"], target) for row in rows for target in row.get("kernels_for", ())]
+    if not listed:
+        return  # without importing torch
+    from qompose.backend.rule import TORCH
+
+    brought = {TORCH, *(target for row in rows for target in row.get("targets", {}))}
+    yield from (pair for pair in listed if pair[1] not in brought)
 
 
 # The process finds modules where this one does; -c alone would put the working directory first.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from qompose.backend.pattern import Match, OperatorIndex, OperatorPattern, Pattern
-from qompose.backend.rule import STATIC, Rule
+from qompose.backend.rule import STATIC, Rule, naming
 from qompose.errors import ConfigError, blaming
 from qompose.program.aliasing import unsafe_values
 from qompose.program.graph import constant_of, describe, is_quantizable, value_of
@@ -63,13 +63,18 @@ class _Table:
         """Return what the rules claim, and why they do not claim more."""
         for rule in self.rules:
             seen: set[tuple[Node, ...]] = set()
-            for match in (m for pattern in rule.patterns for m in pattern.find(self.index)):
+            for match in self._matches(rule):
                 if match.nodes not in seen:
                     seen.add(match.nodes)
                     self._propose(rule, match)
         self.result.rejections += self._near_misses()
         self.result.rejections += self._left_in_float(in_float)
         return self.result
+
+    def _matches(self, rule: Rule) -> Iterator[Match]:
+        with naming(rule):
+            found = [match for pattern in rule.patterns for match in pattern.find(self.index)]
+        yield from found
 
     def _propose(self, rule: Rule, match: Match) -> None:
         anchor = match.node(rule.anchor)

@@ -75,6 +75,8 @@ class RuleQuantizer(Quantizer):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
+        if not isinstance(backend, Backend):
+            raise ConfigError(f"RuleQuantizer takes a Backend, got {backend!r}{_remedy(backend)}")
         self.backend = backend
         self.rewrites = backend.rewrites
         self._selectors = Selectors()
@@ -313,6 +315,12 @@ def _check_option(backend: Backend, option: str, config: QuantizationConfig) -> 
         raise ConfigError(
             f"Backend {backend.name!r} cannot follow the option {option!r} of {config}: {reasons[0]}"
         )
+
+
+def _remedy(given: object) -> str:
+    if isinstance(given, str):
+        return f": qompose.quantizer_of({given!r}) returns the quantizer of an installed one"
+    return ": call it" if isinstance(given, type) and issubclass(given, Backend) else ""
 
 
 def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[str]:

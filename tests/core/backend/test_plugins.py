@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import qompose
 from importlib_metadata import EntryPoint
-from qompose.backend import discovery, hookimpl
+from qompose.backend import Finished, Kernel, Target, discovery, hookimpl
 from qompose.errors import BackendNotFoundError, PluginError
 
-from tests.core.toy import STATIC, ToyBackend
+from tests.core.toy import LINEAR, STATIC, ToyBackend
 
 
 def point(name: str, module: str, distribution: str = "") -> EntryPoint:
@@ -57,6 +58,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 def backend(name: str, **facts: Any) -> Callable[[], ToyBackend]:
     return lambda: ToyBackend(name=name, **facts)
+
+
+RUNTIME = Target("runtime", lambda model, signature: Finished(model))
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -226,6 +230,10 @@ FAULTS = {
     "configurations of another type": (bad(configs={"a": 3}), "configs .*3"),
     "a configuration of two names": (bad(configs={"a": STATIC}), "'a'.*'static'"),
     "targets": (bad(targets=7), "int"),
+    "a target one slip away": (
+        bad(targets=(RUNTIME,), rules=(replace(LINEAR, kernels={"runtmie": Kernel("k")}),)),
+        "rule linear: .*'runtmie'.*'runtime'",
+    ),
 }  # fmt: skip
 
 
@@ -246,7 +254,7 @@ def test_a_fault_is_told_with_its_source_and_harms_nobody_else(
     assert "dist-bad 1.0" in str(told[0])
     assert qompose.backend.load_backend("fine").name == "fine"
     health = {info.name: discovery.check_backend(info) for info in qompose.backends()}
-    assert health["fine"] == discovery.Health("usable")
+    assert health["fine"] == discovery.Health("usable", kernels_for=("torch",))
     assert health["bad"] == discovery.Health("broken", told[0].reason)
 
 
@@ -288,7 +296,9 @@ class TestHealth:
 
     def test_an_unavailable_backend_is_not_broken(self, install: Install) -> None:
         found = self.health(install, availability=lambda: "it needs another processor")
-        assert found == discovery.Health("unavailable here", "it needs another processor")
+        assert found == discovery.Health(
+            "unavailable here", "it needs another processor", {}, ("torch",)
+        )
         assert qompose.compose("a").members  # it may still annotate, here for elsewhere
 
     def test_a_target_that_cannot_be_used_leaves_the_backend_usable(self, install: Install) -> None:
@@ -297,7 +307,9 @@ class TestHealth:
 
         there = qompose.backend.Target("there", finish, lambda: "pip install it")
         found = self.health(install, targets=(qompose.backend.Target("here", finish), there))
-        assert found == discovery.Health("usable", None, {"here": None, "there": "pip install it"})
+        assert found == discovery.Health(
+            "usable", None, {"here": None, "there": "pip install it"}, ("torch",)
+        )
 
     @pytest.mark.parametrize(
         ("answer", "reason"), [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: True, "True")]

@@ -10,10 +10,12 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.backend import TensorConstraint
+from qompose.backend import Kernel, OperatorPattern, Pattern, Rule, TensorConstraint
 from qompose.errors import ConfigError
+from torch import nn
+from torch.nn import functional as F
 
-from tests.core.toy import LINEAR, STATIC, toy
+from tests.core.toy import LINEAR, STATIC, ToyBackend, aten, export, prepare, toy
 
 INT8 = TensorConstraint(
     dtypes=frozenset({torch.int8}),
@@ -46,8 +48,17 @@ def test_a_configuration_that_cannot_be_followed_is_refused_when_it_is_set(
 
 
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'static'"):
-        qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global("static")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="QuantizationConfig"):
+        qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [("alpha", r"quantizer_of\('alpha'\)"), (ToyBackend, "call it"), (None, "None")],
+)
+def test_a_rule_quantizer_takes_a_backend(given: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        qompose.RuleQuantizer(given)
 
 
 LIKE = {
@@ -98,3 +109,69 @@ def test_a_row_that_could_never_do_what_it_says_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"rule linear: .*{named}"):
         replace(LINEAR, **facts)
+
+
+LINEAR_OF = (("op", aten.linear.default),)
+SHAPES = ((2, 3), (4, 3), (4,))
+
+
+def linear(input: Any, weight: Any, bias: Any) -> Any:
+    return F.linear(input, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        pytest.param(lambda: Pattern(F.linear, SHAPES, LINEAR_OF), "linear has no.*lambda", id="builtin"),
+        pytest.param(lambda: Pattern(3, SHAPES, LINEAR_OF), "function of tensors", id="no function"),
+        pytest.param(lambda: Pattern(linear, list(SHAPES), LINEAR_OF), "shapes must be a tuple", id="a list"),
+        pytest.param(lambda: Pattern(linear, SHAPES[:2], LINEAR_OF), "bias.*2 shapes", id="too few shapes"),
+        pytest.param(lambda: Pattern(linear, (*SHAPES, (1,)), LINEAR_OF), "4 shapes", id="too many"),
+        pytest.param(lambda: Pattern(linear, SHAPES, (("op", aten.linear),)), "linear.default", id="packet"),
+        pytest.param(lambda: Pattern(linear, SHAPES, (aten.linear.default,)), "pairs", id="no name"),
+        pytest.param(lambda: OperatorPattern((aten.relu,)), r"aten\.relu\.default", id="packet alone"),
+        pytest.param(lambda: OperatorPattern(aten.relu.default), "tuple of operators", id="no tuple"),
+        pytest.param(lambda: OperatorPattern((torch.relu,)), r"torch\.ops", id="a function"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_is_refused_with_its_rule(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
+        Rule(name="mine", patterns=(make(),), activations=())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        pytest.param(Pattern(linear, ((2, 3), (4, 5), (4,)), LINEAR_OF), r"weight: \[4, 5\]", id="shapes"),
+        pytest.param(
+            Pattern(linear, SHAPES, (*LINEAR_OF, ("relu", aten.relu.default))),
+            r"'relu' is aten\.relu\.default, .* it calls aten\.linear\.default$", id="not called",
+        ),
+        pytest.param(Pattern(lambda x: x.nothing(), ((2, 3),), LINEAR_OF), "nothing", id="raises"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_captured_is_refused_with_its_rule(
+    pattern: Any, said: str
+) -> None:
+    rule = Rule(name="mine", patterns=(pattern,), activations=(), anchor="op")
+    with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
+        toy(rule).quantization_capabilities()
+    if "relu" not in said:  # programs without the operator are not searched
+        with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
+            prepare(export(nn.Linear(3, 4), torch.ones(2, 3)), toy(rule))
+
+
+def test_modes_are_a_set() -> None:
+    with pytest.raises(ConfigError, match=r"rule linear: modes .*'static'.*\{'static'\}"):
+        replace(LINEAR, modes="static")
+
+
+@pytest.mark.parametrize("target", ["torhc", "Torch", "torc", "ttorch", "torcx"])
+def test_a_target_one_slip_away_from_a_known_one_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"rule linear: .*'{target}'.*'torch'"):
+        replace(LINEAR, kernels={target: Kernel("k")})
+
+
+@pytest.mark.parametrize("target", ["torch", "chip", "thcro", "tch", "torch_xla", "executorch", ""])
+def test_another_target_may_be_somebody_elses(target: str) -> None:
+    assert replace(LINEAR, kernels={target: Kernel("k")}).kernels

@@ -293,6 +293,16 @@ class TestBackends:
         text = command("backends", "--check").out
         assert "there" in text and "install it" in text
 
+    def test_a_target_that_nobody_brings_is_said(
+        self, monkeypatch: Patch, command: Command
+    ) -> None:
+        mine = Health("usable", None, {"there": None}, ("torch", "there", "elsewhere"))
+        check_finds(monkeypatch, [mine, USABLE, USABLE])
+        (line,) = (
+            line for line in command("backends", "--check").out.splitlines() if "brings" in line
+        )
+        assert "alpha" in line and line.endswith("elsewhere")
+
     def test_names_in_the_variable_that_nobody_offers(
         self, monkeypatch: Patch, command: Command
     ) -> None:
