@@ -63,9 +63,9 @@ def get_default_x86_inductor_quantization_config(
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this exactness.
-        attention: multiply queries, keys and values as integers too, with static activations. It is two to
-            three times as fast as attention in float, and costs accuracy: up to 1.5 dB in the networks of
-            docs/x86.md.
+        attention: multiply queries, keys and values as integers too, with static activations. Compiled, it
+            is two to three times as fast as attention in float; it costs accuracy, up to 1.5 dB in the
+            networks of docs/x86.md.
         range: how a static activation's range is estimated: "auto", "histogram", "mse", "percentile",
             "entropy", "minmax", "moving_average" or "torch_histogram"
             (`qompose.observers.observer_for_range`).

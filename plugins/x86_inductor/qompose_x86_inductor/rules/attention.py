@@ -80,11 +80,10 @@ def _written_out(match: Match) -> str | None:
         scale = match.argument("scale", "other")
         if not isinstance(scale, (int, float)) or scale == 0:
             return "its scale is computed"
-    if match.node("add") is None:
+    added = match.node("add")
+    if added is None:
         return None
-    if match.argument("add", "alpha") != 1 or kit.shape_of(match.node("add")) != kit.shape_of(
-        scores
-    ):
+    if match.argument("add", "alpha") != 1 or kit.shape_of(added) != kit.shape_of(scores):
         return "what is added to the scores is scaled, or makes more of them"
     return _mask(match.node("mask"), kit.shape_of(scores))
 
@@ -128,6 +127,7 @@ _SCALES: tuple[kit.Form | None, ...] = (
 _ADDITIONS: tuple[kit.Form | None, ...] = (
     None,
     (torch.add, aten.add.Tensor),
+    (lambda scores, mask: torch.add(mask, scores), aten.add.Tensor),
     (Tensor.add_, aten.add_.Tensor),
 )
 _DROPS = kit.DROPOUT.forms
