@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from qompose.backend import Pattern, kit
-from qompose.backend.pattern import Match, OperatorIndex
 from qompose.errors import ConfigError
 from torch import Tensor, nn
 
-from tests.core.toy import Model, export, randn
+from tests.core.backend.kit.matches import matches
+from tests.core.toy import randn
 
 SIZES = {"1d": (2, 4, 9), "2d": (2, 4, 9, 8), "3d": (1, 4, 5, 6, 5)}
 
@@ -27,20 +27,11 @@ def layer(product: str, **options: Any) -> tuple[nn.Module, Tensor]:
     return getattr(nn, name)(4, 4, 3, **options), randn(*SIZES[product[-2:]])
 
 
-def found(
-    patterns: tuple[Any, ...], function: Callable[[Any, Tensor], Tensor], **parts: Any
-) -> list[Match]:
-    x = parts.pop("x")
-    module = export(Model(function, **parts).eval(), x).module()
-    index = OperatorIndex(module)  # type: ignore[arg-type]
-    return [match for pattern in patterns for match in pattern.find(index)]
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("product", kit.PRODUCTS)
 def test_products_with_a_bias_and_without(product: str, bias: bool) -> None:
     module, x = layer(product, bias=bias)
-    (match,) = found(kit.fused("op", product), lambda m, x: m.layer(x), layer=module, x=x)
+    (match,) = matches(kit.fused("op", product), lambda m, x: m.layer(x), layer=module, x=x)
     assert (match.node("bias") is not None) == bias
     assert match.node("op") is match.output
 
@@ -49,7 +40,7 @@ def test_products_with_a_bias_and_without(product: str, bias: bool) -> None:
 @pytest.mark.parametrize("product", ["conv1d", "conv2d", "conv3d"])
 def test_padding_in_words(product: str, padding: str) -> None:
     module, x = layer(product, padding=padding)
-    (match,) = found(kit.fused("op", product), lambda m, x: m.layer(x), layer=module, x=x)
+    (match,) = matches(kit.fused("op", product), lambda m, x: m.layer(x), layer=module, x=x)
     assert match.argument("op", "padding") == padding
 
 
@@ -74,7 +65,7 @@ def test_functions_of_one_tensor_as_users_write_them(
 ) -> None:
     module, x = layer("linear")
     patterns = kit.fused("op", F.linear, after=(step,))
-    (match,) = found(patterns, lambda m, x: function(m.layer(x)), layer=module, x=x)
+    (match,) = matches(patterns, lambda m, x: function(m.layer(x)), layer=module, x=x)
     assert match.node("act") is match.output
 
 
@@ -94,10 +85,10 @@ def test_sums_in_either_order(product: str, way: str) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         return SUMS[way](F.dropout(m.layer(x.cos()), 0.5, m.training), x).relu()
 
-    matches = found(patterns, function, layer=module, x=x)
+    found = matches(patterns, function, layer=module, x=x)
     # What writes to the other tensor would write to an input, where that stays in float.
-    assert len(matches) == (0 if (product, way) == ("linear", "into the other") else 1)
-    for match in matches:
+    assert len(found) == (0 if (product, way) == ("linear", "into the other") else 1)
+    for match in found:
         assert match.node("drop") is not None and match.node("act") is match.output
         assert match.node("other") is not None
 
@@ -108,7 +99,7 @@ def test_sums_in_either_order(product: str, way: str) -> None:
 def test_padding_before_a_convolution(pad: Callable[[Tensor], Tensor]) -> None:
     module, x = layer("conv2d")
     patterns = kit.fused("op", "conv2d", before=(kit.PAD,))
-    (match,) = found(patterns, lambda m, x: m.layer(pad(x)), layer=module, x=x)
+    (match,) = matches(patterns, lambda m, x: m.layer(pad(x)), layer=module, x=x)
     assert match.node("pad") is not None and kit.spatial_zero_padding(match) is None
 
 
@@ -126,7 +117,7 @@ def test_a_product_of_ones_own_and_examples_of_other_sizes() -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_functions_of_two_tensors(after: bool) -> None:
     patterns = kit.binary("sub", after=(kit.RELU,) if after else ())
-    (match,) = found(
+    (match,) = matches(
         patterns, lambda m, x: (x - x.cos()).relu() if after else x - x.cos(), x=randn(2, 3)
     )
     assert match.node("other") is not match.node("self")
