@@ -194,6 +194,22 @@ def pooled(operator: Any, x: Integers, *rest: Any) -> Sum:
     return value_of_integers(Integers(_to(values, x.grid.dtype), x.grid))
 
 
+def averaged(x: Integers, count: int, operator: Any, *rest: Any) -> Sum:
+    """Return means of `count` integers each: their sums, in units of the scale over `count`.
+
+    Args:
+        operator: an aten overload that sums, called as `operator(values, *rest)`; in float64, since aten
+            pools no integers.
+
+    Raises:
+        OverflowError: a sum may leave the integers that float64 represents exactly.
+    """
+    if x.peak() * count >= EXACT[torch.float64]:
+        raise OverflowError(f"a sum of {count} integers may leave those that float64 holds")
+    total = _to(_call(operator, _to(x.centred(), torch.float64), *rest), torch.int64)
+    return Sum(((total, over(x.grid.scale, float(count))),))
+
+
 def gathered(table: Integers, indices: Tensor, *rest: Any, by_row: bool) -> Sum:
     """Look up rows of a table, shape `(N, C)`, as integers; only those are dequantized.
 

@@ -131,6 +131,41 @@ def _move(site: Site) -> Sum:
     return integer_arithmetic.value_of_integers(replace(first, values=moved))
 
 
+def _mean(site: Site) -> Sum:
+    """Sum integers over dimensions of known size; the mean is in units of so many parts of the scale."""
+    x, dims = site.integers(site.arguments["self"]), site.arguments["dim"]
+    keepdim, dtype = site.arguments["keepdim"], site.arguments["dtype"]
+    shape = value_of(site.arguments["self"]).shape
+    if not dims or dtype not in (None, torch.float32):
+        raise NotLowerable("it is a mean over everything, or in another dtype")
+    count = math.prod(shape[dim] for dim in dims)
+    if not isinstance(count, int) or count == 0:
+        raise NotLowerable("how many values it averages is known only at run time, or zero")
+    return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, dims, keepdim)
+
+
+def _adaptive_average(site: Site) -> Sum:
+    x, size = site.integers(site.arguments["self"]), list(site.arguments["output_size"])
+    count = math.prod(value_of(site.arguments["self"]).shape[-2:])
+    if any(n != 1 for n in size) or not isinstance(count, int) or count == 0:
+        raise NotLowerable(f"it pools to {size}, or an image of unknown size")
+    return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, [-2, -1], True)
+
+
+def _average_pool(site: Site) -> Sum:
+    """Sum windows in float64, which is exact; all of them have one divisor."""
+    read = site.arguments
+    kernel, pads = list(read["kernel_size"]), list(read["padding"])
+    kernel = kernel * 2 if len(kernel) == 1 else kernel
+    partial_windows = read["ceil_mode"] or (any(pads) and not read["count_include_pad"])
+    if partial_windows and read["divisor_override"] is None:
+        raise NotLowerable("its windows have several divisors")
+    count = read["divisor_override"] or math.prod(kernel)
+    rest = (read["stride"] or kernel, pads, read["ceil_mode"], True, 1)
+    x = site.integers(read["self"])
+    return integer_arithmetic.averaged(x, count, aten.avg_pool2d.default, kernel, *rest)
+
+
 def _pad(site: Site) -> Sum:
     """Put zeros around integers, which are their zero point."""
     x = site.integers(site.arguments["self"])
@@ -300,6 +335,9 @@ _ROWS: tuple[tuple[str, Builder, str], ...] = (
     ("mul", _mul, "mul.Tensor mul_.Tensor"),
     ("max_pool", _max_pool, "max_pool1d.default max_pool2d.default max_pool3d.default"),
     ("embedding", _embedding, "embedding.default"),
+    ("mean", _mean, "mean.dim"),
+    ("adaptive_avg_pool", _adaptive_average, "adaptive_avg_pool2d.default"),
+    ("avg_pool", _average_pool, "avg_pool2d.default"),
     ("pad", _pad, "pad.default constant_pad_nd.default"),
     ("clamp", _clamp, _CLAMPS),
     ("move", _move, _MOVES),

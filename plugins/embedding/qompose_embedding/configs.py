@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from qompose import QuantizationConfig, QuantizationSpec
+from qompose.backend import kit
 from qompose.errors import ConfigError
 from qompose.observers import PerBlockMinMaxObserver, PerChannelMinMaxObserver
 
@@ -85,8 +86,7 @@ def get_default_embedding_quantization_config() -> QuantizationConfig:
 def _check(bits: object, symmetric: object, group_size: object, eps: object) -> None:
     if type(bits) is not int or bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
-    if not isinstance(symmetric, bool):
-        raise ConfigError(f"symmetric must be True or False, got {symmetric!r}")
+    kit.check_booleans(symmetric=symmetric)
     if group_size is not None and (type(group_size) is not int or group_size < 2):
         raise ConfigError(f"group_size must be None or an integer above 1, got {group_size!r}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < MOST_EPS:
@@ -103,14 +103,13 @@ def _name(bits: int, symmetric: bool, group_size: int | None, eps: float, algori
 
 
 CONFIGS: Final = MappingProxyType(
-    {
-        config.name: config
-        for config in (
+    kit.named(
+        *(
             get_embedding_quantization_config(bits, symmetric=symmetric, group_size=group_size)
             for group_size, listed in ((None, BITS), (32, (4,)))
             for symmetric in (False, True)
             for bits in listed
         )
-    }
+    )
 )
 """Those that the backend lists, by name; the first is the default. Any other is accepted as well."""

@@ -49,6 +49,7 @@ from .kernels import (
     kept as kept,
     nearest_integer as nearest_integer,
     padded as padded,
+    pool_arguments as pool_arguments,
     unmoved as unmoved,
     window as window,
     with_pad as with_pad,
@@ -90,9 +91,12 @@ from .reference import (
 )
 from .rules import (
     MOVES as MOVES,
+    POOLS as POOLS,
     Move as Move,
+    Pool as Pool,
     binary_rule as binary_rule,
     move_rules as move_rules,
+    pool_rule as pool_rule,
     product_rule as product_rule,
     unary_rule as unary_rule,
 )

@@ -8,7 +8,7 @@ be ignored, and names each configuration after the options that are not usual.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -305,13 +305,14 @@ def check_integers(**options: object) -> None:
             raise ConfigError(f"{name} must be an integer, got {value!r}")
 
 
-def accepts(config: QuantizationConfig) -> dict[str, TensorConstraint]:
+def accepts(config: QuantizationConfig, *, exact: bool = False) -> dict[str, TensorConstraint]:
     """Return, for `Rule.accepts`, the constraints of what a configuration gives to each role.
 
     They admit the same kinds of integers in the same range or a part of it.
 
     Args:
         config: whose roles have a specification each, or stay in float.
+        exact: admit activations and outputs in that range alone, for kernels that have its bounds built in.
     """
     specs = {
         "activation": config.input_activation,
@@ -319,7 +320,19 @@ def accepts(config: QuantizationConfig) -> dict[str, TensorConstraint]:
         "output": config.output_activation,
     }
     found = {role: s for role, s in specs.items() if isinstance(s, QuantizationSpec)}
-    return {role: TensorConstraint.like(spec) for role, spec in found.items()}
+    taken = {role: TensorConstraint.like(spec) for role, spec in found.items()}
+    if not exact:
+        return taken
+    return {role: c if role == "weight" else _exactly(c) for role, c in taken.items()}
+
+
+def _exactly(constraint: TensorConstraint) -> TensorConstraint:
+    low, high = constraint.quant_min_lower_bound, constraint.quant_max_upper_bound
+    if low is None or high is None:
+        return constraint
+    return replace(
+        constraint, quant_range=(low, high), quant_min_lower_bound=None, quant_max_upper_bound=None
+    )
 
 
 def named(*configs: QuantizationConfig) -> dict[str, QuantizationConfig]:

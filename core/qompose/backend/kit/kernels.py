@@ -146,6 +146,28 @@ def window(region: Region, *names: str) -> list[Any]:
     return list(found.values())
 
 
+_WINDOW = ("kernel_size", "stride", "padding")
+_POOL_ARGUMENTS = {
+    "max_pool1d": (*_WINDOW, "dilation", "ceil_mode"),
+    "max_pool2d": (*_WINDOW, "dilation", "ceil_mode"),
+    "avg_pool2d": (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
+    "adaptive_avg_pool2d": ("output_size",),
+    "mean": ("dim", "keepdim"),
+}
+
+
+def pool_arguments(region: Region) -> list[Any]:
+    """Return the literal arguments of a pool or mean, in the order of its schema (`window`).
+
+    Raises:
+        NotLowerable: the operator is none of those in `POOLS`.
+    """
+    name = str(region.node("output").target).removeprefix("aten.").partition(".")[0]
+    if name not in _POOL_ARGUMENTS:
+        raise NotLowerable(f"{name} is not a pool")
+    return window(region, *_POOL_ARGUMENTS[name])
+
+
 def channel_scales(region: Region, weight: QuantizedTensor, *, expand: bool = True) -> Node:
     """Return a node that reads a weight's scales, float32 of shape `(out,)`.
 

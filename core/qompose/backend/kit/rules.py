@@ -20,6 +20,7 @@ from qompose.backend.kit.patterns import (
     IMAGE,
     PAD,
     PRODUCTS,
+    SEQUENCE,
     Step,
     binary,
     fused,
@@ -28,6 +29,7 @@ from qompose.backend.kit.patterns import (
 from qompose.backend.kit.reference import reference_kernel
 from qompose.backend.pattern import OperatorPattern, Pattern
 from qompose.backend.rule import STATIC, WEIGHT_ONLY, Guard, Rule, TensorConstraint
+from qompose.errors import ConfigError, near_names
 
 aten = torch.ops.aten
 
@@ -73,7 +75,8 @@ def product_rule(
         ConfigError: there is no such product, or a field is wrong.
     """
     steps, transposed = (*before, *after), "transpose" in product
-    weight_only, output = mode == WEIGHT_ONLY, fields.get("output", mode == STATIC)
+    modes = fields.get("modes", frozenset({mode}))
+    weight_only, output = modes == {WEIGHT_ONLY}, fields.get("output", STATIC in modes)
     kept = (
         guard if max_depth is None or weight_only else (guards.depth(max_depth, operator), *guard)
     )
@@ -90,7 +93,7 @@ def product_rule(
         "bias": "bias",
         "channels": _channels(product, after, output=output),
         "output": output,
-        "modes": frozenset({mode}),
+        "modes": modes,
         "layout": {"weight": {"ch_axis": 1}} if transposed else {},
         "accepts": _across(accepts) if transposed else accepts,
         "guard": (*_asked(product, operator, steps, weight_only=weight_only), *kept),
@@ -242,6 +245,75 @@ class Move:
     activation: str = "self"
     condition: str = "all"
     guard: tuple[Guard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool or mean of one tensor.
+
+    Attributes:
+        rank: the dimensions of its input; None: any.
+        shares: whether its values are those of its input, so that the output has the same scale.
+        guard: besides float32 and the rank.
+    """
+
+    patterns: tuple[OperatorPattern, ...]
+    rank: int | None
+    shares: bool = False
+    guard: tuple[Guard, ...] = ()
+
+
+POOLS: Final[dict[str, Pool]] = {
+    "max_pool1d": Pool(
+        (one(aten.max_pool1d.default, [3], [2], [1], shape=SEQUENCE),), 3, shares=True
+    ),
+    "max_pool2d": Pool((one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),), 4, shares=True),
+    "avg_pool2d": Pool((one(aten.avg_pool2d.default, [2, 2]),), 4),
+    "adaptive_avg_pool2d": Pool((one(aten.adaptive_avg_pool2d.default, [1, 1]),), 4),
+    "mean": Pool(
+        (one(aten.mean.dim, [2, 3], True), one(aten.mean.dim, [2, 3])),
+        None,
+        guard=(guards.over_dimensions,),
+    ),
+}
+"""Pools and means, by the names of their rules."""
+
+
+def pool_rule(
+    name: str,
+    *,
+    accepts: Accepts,
+    kernels: Kernels | None = None,
+    patterns: tuple[OperatorPattern, ...] = (),
+    guard: Sequence[Guard] = (),
+    **fields: Any,
+) -> Rule:
+    """Return the rule of a pool or mean, where its input is quantized already.
+
+    An average spans less than its input, so its output has a scale of its own.
+
+    Args:
+        name: in `POOLS`.
+        kernels: by target; None: the integer reference, in process. `pool_arguments` has what they need.
+        patterns: with other examples than those of the table.
+        guard: further conditions.
+        fields: of the rule.
+
+    Raises:
+        ConfigError: there is no such pool, or a field is wrong.
+    """
+    if name not in POOLS:
+        raise ConfigError(f"there is no pool {name!r}{near_names(name, POOLS)}")
+    pool = POOLS[name]
+    ranked = () if pool.rank is None else (guards.rank("self", pool.rank),)
+    return unary_rule(
+        name,
+        *(patterns or pool.patterns),
+        accepts=accepts,
+        kernels=kernels,
+        guard=(*ranked, *pool.guard, *guard),
+        **{"shares": pool.shares, **fields},
+    )
 
 
 def _targets(*names: str) -> tuple[Any, ...]:

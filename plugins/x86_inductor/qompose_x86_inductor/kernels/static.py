@@ -101,19 +101,15 @@ def product_kernel(
 
 
 class UnaryEmitter:
-    """Emits an operator on one quantized image whose result has a scale of its own.
+    """Emits an operator on one quantized image whose result has a scale of its own."""
 
-    Args:
-        names: the schema arguments that are passed on.
-    """
-
-    def __init__(self, operator: str, names: tuple[str, ...]) -> None:
-        self.operator, self.names = operator, names
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.backend.Kernel`."""
         source = _per_tensor(region.quantized("self"))
-        return _called(region, self.operator, [*source, *kit.window(region, *self.names)])
+        return _called(region, self.operator, [*source, *kit.pool_arguments(region)])
 
 
 def multiply(region: Region) -> Node:
@@ -129,8 +125,7 @@ def max_pool(region: Region) -> Node:
         NotLowerable: input and output differ in scale or zero point.
     """
     source, output = kit.kept(region)
-    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    *window, ceil_mode = kit.window(region, *names)
+    *window, ceil_mode = kit.pool_arguments(region)
     target = _OPS.max_pool2d.default
     if "max_pool1d" not in str(region.node("output").target):
         both = [kit.sizes(given, 2) for given in window]

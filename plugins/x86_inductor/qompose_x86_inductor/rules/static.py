@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
-from qompose.backend import Guard, Kernel, Rule, TensorConstraint, kit
+from qompose.backend import Kernel, Rule, TensorConstraint, kit
 
 from qompose_x86_inductor.kernels.static import (
     ProductEmitter,
@@ -79,28 +77,13 @@ def _products() -> Iterator[Rule]:
     yield from map(_product, ACTIVATIONS)
 
 
-def _averaged(name: str, *example: Any, names: tuple[str, ...], guard: Guard) -> Rule:
-    """Return a rule for a mean: its values span less than its input's, so it has a scale of its own.
-
-    That is the scale of its reader.
-    """
-    return kit.unary_rule(
-        name,
-        kit.one(*example),
-        output=False,
-        accepts=ACCEPTS,
-        guard=(guard,),
-        kernels={"torch": Kernel(f"qompose_x86.{name}", UnaryEmitter(name, names))},
-    )
+def _averaged(name: str) -> Rule:
+    """Return a rule for a mean, whose output has the scale of its reader."""
+    kernel = Kernel(f"qompose_x86.{name}", UnaryEmitter(name))
+    return kit.pool_rule(name, output=False, accepts=ACCEPTS, kernels={"torch": kernel})
 
 
-_max_pool = partial(
-    kit.unary_rule,
-    shares=True,
-    accepts=ACCEPTS,
-    kernels={"torch": Kernel("qompose_x86.max_pool2d", max_pool)},
-)
-_WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_MAX_POOL = {"torch": Kernel("qompose_x86.max_pool2d", max_pool)}
 
 PRODUCT_RULES: tuple[Rule, ...] = tuple(_products())
 STATIC_RULES: tuple[Rule, ...] = (
@@ -111,25 +94,8 @@ STATIC_RULES: tuple[Rule, ...] = (
         guard=(kit.computed_factors,),
         kernels={"torch": Kernel("qompose_x86.mul", multiply)},
     ),
-    _averaged(
-        "avg_pool2d", aten.avg_pool2d.default, [2, 2], names=_WINDOW, guard=kit.rank("self", 4)
-    ),
-    _averaged(
-        "adaptive_avg_pool2d",
-        *(aten.adaptive_avg_pool2d.default, [1, 1]),
-        names=("output_size",),
-        guard=kit.rank("self", 4),
-    ),
-    _averaged("mean", aten.mean.dim, [2, 3], names=("dim", "keepdim"), guard=kit.over_dimensions),
-    _max_pool(
-        "max_pool2d",
-        kit.one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
-        guard=(kit.rank("self", 4),),
-    ),
-    _max_pool(
-        "max_pool1d",
-        kit.one(aten.max_pool1d.default, [3], [2], [1], shape=kit.SEQUENCE),
-        guard=(kit.rank("self", 3),),
-    ),
+    *map(_averaged, ("avg_pool2d", "adaptive_avg_pool2d", "mean")),
+    kit.pool_rule("max_pool2d", accepts=ACCEPTS, kernels=_MAX_POOL),
+    kit.pool_rule("max_pool1d", accepts=ACCEPTS, kernels=_MAX_POOL),
     *kit.move_rules(ACCEPTS, guard=dict.fromkeys(("select", "slice"), (kit.keeps_half,))),
 )

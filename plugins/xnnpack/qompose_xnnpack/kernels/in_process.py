@@ -112,15 +112,14 @@ class Pooling:
 
     Args:
         operator: its name in the namespace of this package.
-        names: the schema arguments that are passed on.
     """
 
-    def __init__(self, operator: str, names: tuple[str, ...]) -> None:
-        self.operator, self.names = operator, names
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.backend.Kernel`."""
-        literals = kit.window(region, *self.names)
+        literals = kit.pool_arguments(region)
         if self.operator == "max_pool2d":
             source, output = kit.kept(region)
             head, tail = [source.node], [output.low, output.high]

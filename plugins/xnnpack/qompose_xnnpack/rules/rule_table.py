@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -145,22 +144,23 @@ def _binary(operator: str, *after: kit.Step) -> Rule:
     )
 
 
-_unary = partial(kit.unary_rule, accepts=static())
-
-
 def _pooled(
-    name: str, *names: str, delegated: Callable[[Region], Node | None] | None = None
-) -> dict[str, Kernel]:
-    """Return the kernels of a pool, to which literal arguments are passed on."""
-    return {
-        "torch": Kernel(f"qompose_xnnpack.{name}", in_process.Pooling(name, names)),
-        "executorch": Kernel(DELEGATE.name, delegated),
-    }
+    name: str,
+    *guard: Guard,
+    delegated: Callable[[Region], Node | None] | None = None,
+    **fields: Any,
+) -> Rule:
+    return kit.pool_rule(
+        name,
+        accepts=static(),
+        guard=guard,
+        kernels={
+            "torch": Kernel(f"qompose_xnnpack.{name}", in_process.Pooling(name)),
+            "executorch": Kernel(DELEGATE.name, delegated),
+        },
+        **fields,
+    )
 
-
-_WINDOW = ("kernel_size", "stride", "padding")
-_MAXIMUM = (*_WINDOW, "dilation", "ceil_mode")
-_AVERAGE = (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override")
 
 # Raise `NotLowerable` if XNNPACK does not take the operator, and may rewrite it into the form that it takes.
 # A portable kernel moves the integers then, and those of operators that it never takes.
@@ -210,32 +210,15 @@ RULES: tuple[Rule, ...] = (
     _WEIGHT_ONLY,
     _binary("add", kit.RELU),
     *map(_binary, kit.BINARY),
-    _unary(
-        "adaptive_avg_pool2d",
-        kit.one(aten.adaptive_avg_pool2d.default, [1, 1]),
-        guard=(kit.rank("self", 4), guards.to_one_pixel),
-        kernels=_pooled("adaptive_avg_pool2d", "output_size"),
-    ),
-    _unary(
+    _pooled("adaptive_avg_pool2d", guards.to_one_pixel),
+    _pooled(
         "avg_pool2d",
-        kit.one(aten.avg_pool2d.default, [4, 4]),
+        guards.global_average,
+        delegated=on_executorch.mean_of_window,
+        patterns=(kit.one(aten.avg_pool2d.default, [4, 4]),),
         drawing="avg_pool2d over the image",
-        guard=(guards.global_average,),
-        kernels=_pooled("avg_pool2d", *_AVERAGE, delegated=on_executorch.mean_of_window),
     ),
-    _unary(
-        "mean",
-        kit.one(aten.mean.dim, [2, 3], True),
-        kit.one(aten.mean.dim, [2, 3]),
-        guard=(kit.rank("self", 4), guards.mean_over_image),
-        kernels=_pooled("mean", "dim", "keepdim", delegated=on_executorch.mean),
-    ),
-    _unary(
-        "max_pool2d",
-        kit.one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
-        shares=True,
-        guard=(guards.pooling_window, kit.rank("self", 4)),
-        kernels=_pooled("max_pool2d", *_MAXIMUM),
-    ),
+    _pooled("mean", kit.rank("self", 4), guards.mean_over_image, delegated=on_executorch.mean),
+    _pooled("max_pool2d", guards.pooling_window),
     *kit.move_rules(static(), kernels=_move_kernels, carries=_UNMOVED),
 )

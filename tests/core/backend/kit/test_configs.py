@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,22 @@ def test_a_backend_names_them_in_its_own_way() -> None:
 def test_options_that_exclude_others_or_mean_nothing(named: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=named):
         MAKE(**options)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_constraints_admit_what_a_configuration_asks_for(exact: bool) -> None:
+    config = MAKE()
+    taken = kit.accepts(config, exact=exact)
+    assert [*taken] == ["activation", "weight", "output"]
+    assert [*kit.accepts(MAKE(is_dynamic=True))] == ["activation", "weight"]
+    for spec, role in ((config.input_activation, "activation"), (config.weight, "weight")):
+        assert isinstance(spec, QuantizationSpec)
+        assert taken[role].objection(role, spec) is None
+        narrow = replace(spec, quant_min=-7, quant_max=7)
+        # A kernel with the bounds of an activation built in reads any weights.
+        assert (taken[role].objection(role, narrow) is None) == (role == "weight" or not exact)
+        wide = replace(spec, dtype=torch.int16, quant_min=-500, quant_max=500)
+        assert taken[role].objection(role, wide) is not None
 
 
 def test_names_are_told_apart() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from qompose import RuleQuantizer
 from qompose.backend import Kernel, NotLowerable, Region, Rule, kit
-from qompose.errors import QomposeWarning
+from qompose.errors import ConfigError, QomposeWarning
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -142,7 +142,7 @@ def test_moves_run_on_integers_and_sums_on_theirs() -> None:
         kit.product_rule("conv2d", accepts=ACCEPTS),
         kit.binary_rule("add", accepts=ACCEPTS, after=(kit.RELU,)),
         kit.binary_rule("add", accepts=ACCEPTS),
-        kit.unary_rule("max_pool", kit.one(aten.max_pool2d.default, [2, 2]), accepts=ACCEPTS, shares=True),
+        kit.pool_rule("max_pool2d", accepts=ACCEPTS),
         *kit.move_rules(ACCEPTS),
     )  # fmt: skip
 
@@ -158,6 +158,42 @@ def test_moves_run_on_integers_and_sums_on_theirs() -> None:
     step = float(expected.max() - expected.min()) / 254
     assert (lowered(x) - expected).abs().max() <= 3 * step  # of three sums in a row
     assert not [name for name in operators(lowered) if "clip" in name]
+
+
+POOLED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "max": ("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1)),
+    "average": ("avg_pool2d", lambda x: F.avg_pool2d(x, (3, 2), padding=1)),
+    "divisor": ("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=4)),
+    "adaptive": ("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 1)),
+    "mean": ("mean", lambda x: x.mean((2, 3))), "channels": ("mean", lambda x: x.mean(1, keepdim=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_pools_of_integers(name: str) -> None:
+    pool, function = POOLED[name]
+    rules = (kit.product_rule("conv2d", accepts=ACCEPTS), kit.pool_rule(pool, accepts=ACCEPTS))
+    module, x = layer("conv2d")
+    found = made(*rules, function=lambda m, x: function(m.layer(x)), x=x, layer=module)
+    assert_right(found, x)
+    assert {row.rule for row in qompose.report(found[2]).rows} == {"conv2d", pool}
+
+
+def test_pools_without_one_divisor_have_no_reference() -> None:
+    rules = (
+        kit.product_rule("conv2d", accepts=ACCEPTS),
+        kit.pool_rule("avg_pool2d", accepts=ACCEPTS),
+    )
+    module, x = layer("conv2d")
+    with pytest.warns(QomposeWarning, match="several divisors"):
+        made(
+            *rules,
+            function=lambda m, x: F.avg_pool2d(m.layer(x), 3, padding=1, count_include_pad=False),
+            x=x,
+            layer=module,
+        )
+    with pytest.raises(ConfigError, match="'mean'"):
+        kit.pool_rule("means", accepts=ACCEPTS)
 
 
 def test_only_some_moves() -> None:
@@ -179,10 +215,10 @@ def test_what_has_no_reference_says_so() -> None:
     module, x = layer("conv2d")
     rules = (
         kit.product_rule("conv2d", accepts=ACCEPTS),
-        kit.unary_rule("mean", kit.one(aten.mean.dim, [2, 3]), accepts=ACCEPTS),
+        kit.unary_rule("sum", kit.one(aten.sum.dim_IntList, [2, 3]), accepts=ACCEPTS),
     )
-    with pytest.warns(QomposeWarning, match=r"aten.mean.dim has no integer reference"):
-        made(*rules, function=lambda m, x: m.layer(x).mean((2, 3)), x=x, layer=module)
+    with pytest.warns(QomposeWarning, match=r"aten.sum.dim_IntList has no integer reference"):
+        made(*rules, function=lambda m, x: m.layer(x).sum((2, 3)), x=x, layer=module)
     weights = MAKE(weight_only=True)
     alone = kit.product_rule("linear", mode="weight-only", accepts=kit.accepts(weights))
     assert alone.kernels == {}
