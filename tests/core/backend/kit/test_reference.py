@@ -126,12 +126,20 @@ def test_padding_becomes_part_of_a_convolution() -> None:
 @pytest.mark.parametrize("product", ["linear", "conv2d"])
 def test_scales_at_run_time(product: str, config: Any) -> None:
     module, x = layer(product)
-    rule = kit.product_rule(product, mode="dynamic", accepts=kit.accepts(config))
-    assert rule.name == f"{product}_dynamic"
+    rule = kit.product_rule(
+        product, mode="dynamic", after=(kit.CLAMP,), accepts=kit.accepts(config)
+    )
+    assert rule.name == f"{product}_dynamic_clamp"
     refused = product == "conv2d" and config is BY_TOKEN
     # A scale for each row of pixels is no scale of a sum.
     with pytest.warns(QomposeWarning, match="more than one scale") if refused else nullcontext():
-        found = made(rule, function=lambda m, x: m.layer(x), x=x, config=config, layer=module)
+        found = made(
+            rule,
+            function=lambda m, x: m.layer(x).clip_(-0.2, 0.3),
+            x=x,
+            config=config,
+            layer=module,
+        )
     if not refused:
         assert_right(found, x)
 
