@@ -15,7 +15,7 @@ from pathlib import Path
 import qompose
 from qompose.console import Block, Table, as_markdown
 
-OWN = ("embedding", "x86_inductor", "xnnpack")
+OWN = ("embedding", "onnx", "x86_inductor", "xnnpack")
 FOLDER = Path(__file__).parent / "support"
 
 

@@ -24,6 +24,7 @@ PLUGINS = {
     "qompose_xnnpack": ROOT / "plugins" / "xnnpack",
     "qompose_x86_inductor": ROOT / "plugins" / "x86_inductor",
     "qompose_embedding": ROOT / "plugins" / "embedding",
+    "qompose_onnx": ROOT / "plugins" / "onnx",
 }
 
 # What the modules that must be quick to import may import besides the standard library.
@@ -52,7 +53,7 @@ MODULES = core_modules()
 
 
 def sources() -> list[Path]:
-    """Every source file of the four distributions."""
+    """Every source file of the five distributions."""
     return sorted(
         path
         for folder in (CORE, *(PLUGINS[name] / name for name in PLUGINS))
@@ -179,7 +180,7 @@ class TestCore:
 
 # The names of plugins and of what they wrap, in lower case. "embedding" alone is also torch's word for
 # a layer, so core may use it; "executorch" and "inductor" are runtimes that plugins bring.
-FOREIGN = ("xnnpack", "x86", "inductor", "executorch", "qompose_embedding", "onednn")
+FOREIGN = ("xnnpack", "x86", "inductor", "executorch", "qompose_embedding", "onednn", "onnx")
 # (module, name): in prose only. These say who else knows an operator set, and whose quantizers are adapted.
 PROSE = {
     ("spec.qdq", "executorch"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four distributions as users have them: wheels, installed outside the checkout, coming and going.
+"""The five distributions as users have them: wheels, installed outside the checkout, coming and going.
 
 Each test environment is a new virtual environment. What the wheels depend on (torch, and what torch
 depends on) is linked into it from the environment that runs the tests, and nothing else is, so pip
@@ -31,12 +31,14 @@ pytest.importorskip("setuptools")
 ROOT = Path(__file__).parents[1]
 BACKENDS = {
     "embedding": "qompose-embedding",
+    "onnx": "qompose-onnx",
     "x86_inductor": "qompose-x86-inductor",
     "xnnpack": "qompose-xnnpack",
 }
 FOLDERS = {
     "qompose": (ROOT, "core/qompose"),
     "qompose-embedding": (ROOT / "plugins/embedding", "qompose_embedding"),
+    "qompose-onnx": (ROOT / "plugins/onnx", "qompose_onnx"),
     "qompose-x86-inductor": (ROOT / "plugins/x86_inductor", "qompose_x86_inductor"),
     "qompose-xnnpack": (ROOT / "plugins/xnnpack", "qompose_xnnpack"),
 }
@@ -148,7 +150,7 @@ def make_site(
     wheels: dict[str, Path],
     dependencies: dict[str, Path],
 ) -> Any:
-    """Make an environment with some of the four distributions."""
+    """Make an environment with some of the five distributions."""
 
     def make(*names: str) -> Site:
         site = Site(tmp_path_factory.mktemp("site"), wheels["qompose"].parent)
@@ -214,12 +216,14 @@ class TestInstalled:
     def test_listed(self, full: Site) -> None:
         rows = full.qompose("backends")
         assert {row["name"]: row["distribution"] for row in rows} == BACKENDS
-        assert [row["problem"] for row in rows] == [None] * 3
+        assert [row["problem"] for row in rows] == [None] * len(BACKENDS)
 
     @pytest.mark.full
     @needs_x86
     def test_checked(self, full: Site) -> None:
-        assert [row["problem"] for row in full.qompose("backends", "--check")] == [None] * 3
+        assert [row["problem"] for row in full.qompose("backends", "--check")] == [None] * len(
+            BACKENDS
+        )
 
     @pytest.mark.parametrize(
         "names",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks of the contract every run makes of our own backends; the rest is for `full` and `long`.
 
-Authors of backends run all of them. Of our own three, every run has what each rule claims, and in process
+Authors of backends run all of them. Of our own four, every run has what each rule claims, and in process
 one rule of each engine feature: the code that lowers, the operator, the fused function. On a runtime, where
 a case takes seconds, and in broader checks it has one rule of each mode; `tests/xnnpack` and
 `tests/embedding` run the operators of a runtime in a program together. What takes a model of all rows is
@@ -31,6 +31,10 @@ WIDER = "static_per-tensor-executorch"
 """Products of a scale per channel are lowered each time; those of one scale differ in their constants."""
 TWINS = ("static_per-tensor", "static,_activations_[0,_127]")
 """Configurations that differ from the default one in numbers alone: what claims and lowers them counts."""
+OF_ONNX = ("static int8, symmetric", "weight-only 4-bit weights groups of 32")
+"""Configurations of the ONNX backend whose code differs from that of the first of their mode."""
+RUNTIMES = ("executorch", "onnx", "onnxruntime", "openvino")
+ON_RUNTIMES = tuple(f"-{runtime}]" for runtime in RUNTIMES)
 TWINS_SHOW = ("test_annotates", "test_lowers", "test_matches_reference")
 
 
@@ -46,10 +50,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_long(item: pytest.Item) -> bool:
     check = getattr(item, "originalname", "")
-    again = check in AGAIN and item.name.endswith("-executorch]")
+    again = check in AGAIN and item.name.endswith(ON_RUNTIMES)
     twin = check not in TWINS_SHOW and any(name in item.name for name in TWINS)
     other_half = check == "test_half_precision" and "float16" in item.name.replace("bfloat16", "")
-    return again or twin or other_half or WIDER in item.name
+    return again or twin or other_half or WIDER in item.name or _is_long_of_onnx(item)
+
+
+def _is_long_of_onnx(item: pytest.Item) -> bool:
+    """Tell whether an item of a runtime of ONNX differs in numbers from one that `full` has."""
+    check, cls = getattr(item, "originalname", ""), getattr(item, "cls", None)
+    case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+    if item.name.endswith("-onnx]"):  # the file that the target onnxruntime loads
+        return bool(check != "test_lowers")
+    if getattr(cls, "backend", "") != "onnx" or not isinstance(case, Case):
+        return False
+    configs = cls.suite().backend.configs
+    first = next(n for n, config in configs.items() if config.mode == configs[case.config].mode)
+    return bool(case.number or case.config not in (first, *OF_ONNX))
 
 
 def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
@@ -66,9 +83,11 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     shown: set[tuple[object, ...]]
     if check in EVERY_RULE:
         shown = {("rule", case.rule), ("configuration", case.config)}
-    elif check in FEATURES and target != "executorch":
+    elif cls.backend == "onnx":  # tests/onnx runs its operators in a program together
+        shown = set()
+    elif check in FEATURES and target not in RUNTIMES:
         shown = _features(suite.rule(case.rule), case.config)
-    elif check not in FEATURES and target == "executorch":
+    elif target in RUNTIMES and (check not in FEATURES or target != "executorch"):
         shown = set()
     else:
         shown = {("mode", suite.backend.configs[case.config].mode)}

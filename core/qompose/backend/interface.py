@@ -59,12 +59,16 @@ class Target:
     `finish_methods`, where a program of the runtime may have several methods, takes them all. It returns
     the program and, by the same names, what `finish` would return of each; the `model` of each is what
     reports are asked about. Its errors are to name the method.
+
+    With `reads_qdq` the runtime reads quantize and dequantize operators and fuses what it can: the regions
+    of members that only annotate are left to it, and `Finished` says what became of them.
     """
 
     name: str
     finish: Callable[[GraphModule, CallSignature], Finished]
     availability: Callable[[], str | None] = lambda: None
     finish_methods: Callable[[Methods], tuple[Any, Mapping[str, Finished]]] | None = None
+    reads_qdq: bool = False
 
 
 @dataclass(frozen=True)

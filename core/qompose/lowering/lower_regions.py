@@ -148,7 +148,7 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
-    done, fallbacks, left = replace_regions(model, record, target)
+    done, fallbacks, left = replace_regions(model, record, target, reads_qdq=runtime.reads_qdq)
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
@@ -203,7 +203,7 @@ def find_target(name: str, record: Record) -> Target:
             f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
             "A runtime of another backend takes part where that backend is a member."
         )
-    if owners and not tables:
+    if owners and not tables and not (name in known and known[name].reads_qdq):
         raise TargetError(
             f"This composition cannot be lowered to {name!r}: {_list(owners)} {_ONLY_ANNOTATES}, so nothing "
             "has a kernel here. Run or export the converted model instead."
@@ -248,13 +248,13 @@ def check_target(prepared: GraphModule, target: str, *, strict: bool = False) ->
         NotLoweredError: `strict`, and a member has no kernels at all.
     """
     record = record_of(prepared, stages=("prepared",), function="quantize", remedy="")
-    find_target(target, record)
+    runtime = find_target(target, record)
     if strict:
         plan = record.plan
         fallbacks = {
             number: _WITHOUT_KERNELS
             for number, claim in enumerate(plan.claims)
-            if claim.owner not in record.backends
+            if claim.owner not in record.backends and not runtime.reads_qdq
         }
         say_what_fell_back(replace(record, target=target, fallbacks=fallbacks), strict=True)
 
@@ -268,9 +268,9 @@ def _list(names: set[str]) -> str:
 
 
 def replace_regions(
-    model: GraphModule, record: Record, target: str
+    model: GraphModule, record: Record, target: str, *, reads_qdq: bool = False
 ) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
-    """Replace the regions of all claims, in place, as far as there are kernels.
+    """Replace the regions of all claims, in place, as far as there are kernels; see `Target.reads_qdq`.
 
     Returns:
         by claim: the kernels in place; the reasons where there is none; and the kernels that the
@@ -285,16 +285,13 @@ def replace_regions(
     for number, claim in enumerate(record.plan.claims):
         if number in record.dropped:
             continue
-        backend = record.backends.get(claim.owner)
-        rule = backend.rule(claim.rule) if backend else None
-        kernel = rule.kernels.get(target) if rule else None
         if _is_dead(regions[number]):
             fallbacks[number] = UNREAD
             kept.difference_update(regions[number])
             continue
-        if kernel is None:
-            lacks = f"rule {claim.rule} has no kernel for {target}"
-            fallbacks[number] = lacks if backend else _WITHOUT_KERNELS
+        kernel = _kernel_for(claim, record, target)
+        if isinstance(kernel, str):
+            (left if reads_qdq and kernel == _WITHOUT_KERNELS else fallbacks)[number] = kernel
             continue
         try:
             used, replaced = _first_that_fits(number, claim, regions[number], kernel, shared)
@@ -310,6 +307,16 @@ def replace_regions(
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
     return done, fallbacks, left
+
+
+def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
+    """Return the kernel of a claim's rule, or why there is none."""
+    backend = record.backends.get(claim.owner)
+    if backend is None:
+        return _WITHOUT_KERNELS
+    rule = backend.rule(claim.rule)
+    kernel = rule.kernels.get(target) if rule else None
+    return kernel or f"rule {claim.rule} has no kernel for {target}"
 
 
 def _is_dead(region: Sequence[Node]) -> bool:

@@ -344,13 +344,24 @@ def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
         with expecting(subject, "a composition to prepare and convert", _ALONE):
             converted = rows.converted(*members)
         lowered: Any = converted
-        if suite.in_process:
+        in_process = _all_in_process(suite, converted)
+        if in_process:
             with expecting(subject, "a composition to lower to 'torch'", _ALONE):
                 lowered = lower(converted, "torch")
     for stage in (converted, lowered):
         _check_quality(suite, rows, subject, stage)
-    if suite.in_process:
+    if in_process:
         _check_report(subject, report(lowered), {member.name for member in members})
+
+
+def _all_in_process(suite: Suite, converted: GraphModule) -> bool:
+    """Tell whether all backends whose claims stand have kernels for this process."""
+    record = converted.meta[META_KEY]
+    owners = {claim.owner for claim in record.plan.claims}
+    tables = [backend.rules for owner, backend in record.backends.items() if owner in owners]
+    return suite.in_process and all(
+        any(TORCH_TARGET.name in rule.kernels for rule in rules) for rules in tables
+    )
 
 
 def _partner(suite: Suite, rows: Gathering, partner: str) -> Quantizer:

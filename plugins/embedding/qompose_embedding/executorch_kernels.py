@@ -9,6 +9,8 @@ bags: those of one length become a lookup and a sum.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +35,26 @@ def lookup(region: Region) -> Node:
 
 
 def bag(region: Region) -> Node:
+    """Emit ExecuTorch's own lookup, and operators that put its rows together; see `bag_of_rows`.
+
+    Raises:
+        NotLowerable: bags have several lengths, or unknown ones; the package executorch is missing.
+    """
+    return bag_of_rows(region, partial(_rows, region))
+
+
+def bag_of_rows(region: Region, look_up: Callable[[Any], Node]) -> Node:
     """Emit a lookup, and operators that put its rows together in bags of one length.
+
+    Args:
+        look_up: emits float32 rows for indices.
 
     Raises:
         NotLowerable: bags have several lengths, or unknown ones.
     """
     bags = bags_of(region)
     length = _length(bags)
-    rows = _rows(region, bags.indices)
+    rows = look_up(bags.indices)
     together = region.step(aten.reshape.default, rows, [-1, length, _shape(rows)[-1]])
 
     def beside(factors: Any) -> Node:
@@ -86,7 +100,7 @@ def _length(bags: Bags) -> int:
     if isinstance(length, int):
         return length
     raise NotLowerable(
-        "ExecuTorch has no embedding bags: those of one length become a lookup and a sum, where their "
+        "the target has no embedding bags: those of one length become a lookup and a sum, where their "
         "offsets are torch.arange(0, number of indices, length), as torch makes them of a matrix of indices"
     )
 

@@ -51,16 +51,25 @@ def from_packed(
 
 
 def from_plain(
-    call: Call, form: TableFormat, table: Any, scale: Any, offset: Any, indices: Any
+    call: Call,
+    form: TableFormat,
+    table: Any,
+    scale: Any,
+    offset: Any,
+    indices: Any,
+    *,
+    in_float: bool = False,
 ) -> Any:
     """Return float32 rows of a plain table.
 
     Args:
         scale, offset: float32 or float16 (rows, groups); None: no offsets.
+        in_float: take bytes apart by arithmetic, for runtimes without operators on their bits.
     """
     rows = call(aten.embedding.default, table, indices)
     if form.bits < 8:
-        rows = _cropped(call, form, _unpacked_bytes(call, form, rows))
+        unpacked = _divided_bytes if in_float else _unpacked_bytes
+        rows = _cropped(call, form, unpacked(call, form, rows))
     values = call(aten.to.dtype, rows, torch.float32)
     scale, offset = (
         None if v is None else call(aten.embedding.default, v, indices) for v in (scale, offset)
@@ -90,6 +99,16 @@ def _unpacked_bytes(call: Call, form: TableFormat, rows: Any) -> Any:
     for number in range(1, form.in_a_byte):
         parts.append(call(aten.bitwise_right_shift.Tensor_Scalar, rows, number * form.bits))
     parts = [call(aten.bitwise_and.Scalar, part, mask) for part in parts]
+    return call(aten.flatten.using_ints, call(aten.stack.default, parts, -1), -2, -1)
+
+
+def _divided_bytes(call: Call, form: TableFormat, rows: Any) -> Any:
+    """Return the integers of bytes that hold several each, as floats; see `_unpacked_bytes`."""
+    parts, rest, base = [], call(aten.to.dtype, rows, torch.float32), 2.0**form.bits
+    for _ in range(form.in_a_byte):
+        above = call(aten.floor.default, call(aten.mul.Tensor, rest, 1 / base))
+        parts.append(call(aten.sub.Tensor, rest, call(aten.mul.Tensor, above, base)))
+        rest = above
     return call(aten.flatten.using_ints, call(aten.stack.default, parts, -1), -2, -1)
 
 

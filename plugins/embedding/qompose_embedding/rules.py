@@ -11,7 +11,7 @@ from qompose.backend import Kernel, OperatorPattern, Region, Rule, TensorConstra
 from torch import Tensor
 from torch.fx import Node
 
-from qompose_embedding import executorch_kernels, torch_kernels
+from qompose_embedding import executorch_kernels, onnx_kernels, torch_kernels
 from qompose_embedding.bag_operators import MEAN
 
 aten = torch.ops.aten
@@ -54,6 +54,11 @@ def _kernel(name: str, emit: Callable[[Region], Node], otherwise: Kernel | None 
     return Kernel(name, emit, float_output=True, float_arithmetic=True, otherwise=otherwise)
 
 
+def _on_onnx(name: str, emit: Callable[[Region], Node]) -> dict[str, Kernel]:
+    """Return a kernel for every target that runs ONNX."""
+    return dict.fromkeys(("onnx", "onnxruntime", "openvino"), _kernel(name, emit))
+
+
 def _rule(name: str, patterns: tuple[OperatorPattern, ...], anchor: str, **targets: Kernel) -> Rule:
     """Return a rule whose only quantized tensor is the table."""
     return Rule(
@@ -81,6 +86,7 @@ RULES: Final = (
             _kernel("gather rows, dequantize", torch_kernels.plain_lookup),
         ),
         executorch=_kernel("quantized_decomposed.embedding", executorch_kernels.lookup),
+        **_on_onnx("Gather, dequantize", onnx_kernels.lookup),
     ),
     _rule(
         "embedding_bag",
@@ -97,5 +103,6 @@ RULES: Final = (
             _kernel("gather rows, dequantize, bag", torch_kernels.plain_bag),
         ),
         executorch=_kernel("quantized_decomposed.embedding, reduced", executorch_kernels.bag),
+        **_on_onnx("Gather, dequantize, reduce", onnx_kernels.bag),
     ),
 )

@@ -37,8 +37,13 @@ def plain_lookup(region: Region) -> Node:
 
     These are operators of torch alone, on whatever device the table is.
     """
-    indices = region.argument("output", "indices")
-    return as_requested(region, lookup.from_plain(region.step, *_plain(region), indices))
+    return as_requested(region, plain_rows(region, region.argument("output", "indices")))
+
+
+def plain_rows(region: Region, indices: Any, *, in_float: bool = False) -> Node:
+    """Emit float32 rows of a plain table; see `lookup.from_plain`."""
+    rows: Node = lookup.from_plain(region.step, *_plain(region), indices, in_float=in_float)
+    return rows
 
 
 def packed_bag(region: Region) -> Node:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a graph with quantize and dequantize operators to an ONNX model, by torch's own exporter."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import onnx_ir as ir
+import torch
+from qompose.backend import CallSignature, kit
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from qompose_onnx.constants import fit_constants
+from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.translations import TRANSLATIONS
+
+quantized = torch.ops.quantized_decomposed
+
+OPSET: Final = 21
+"""The first with weights of four bits, and with scales for blocks."""
+OWN: Final = ("quantized_decomposed", "qompose")
+"""The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
+REMEDY: Final = "Rewrite that part of the model with operators that ONNX has"
+
+
+def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, ExportedProgram]:
+    """Return the ONNX model of a graph, and the program that it was made of.
+
+    Nodes of the model name the nodes of the program that they come from.
+
+    Raises:
+        ONNXTargetError: ONNX lacks an operator of the graph, or it cannot be exported.
+    """
+    with _quiet():
+        program = torch.export.export(
+            module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
+        )
+        _check_operators(program)
+        try:
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                custom_translation_table=dict(TRANSLATIONS),
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise ONNXTargetError(_why(error, program)) from error
+    assert made is not None and made.exported_program is not None  # without a file, it is returned
+    fit_constants(made.model, _of_four_bits(made.exported_program))
+    return made.model, made.exported_program
+
+
+def _of_four_bits(program: ExportedProgram) -> set[str]:
+    """Return the names of what is dequantized of weights in blocks of four bits or less."""
+    grouped = quantized.dequantize_per_channel_group.default
+    nodes = program.graph.find_nodes(op="call_function", target=grouped, sort=False)
+    low, high = kit.INT4
+    return {node.name for node in nodes if low <= node.args[3] and node.args[4] <= high}
+
+
+def _check_operators(program: ExportedProgram) -> None:
+    """Raise for quantization that QDQ cannot say, such as a scale per token."""
+    for node in _calls(program):
+        target: Any = node.target
+        if getattr(target, "namespace", "") in OWN and target not in TRANSLATIONS:
+            raise ONNXTargetError(
+                f"{_place(node)} has no form in ONNX's QuantizeLinear and DequantizeLinear, which have one "
+                "scale per tensor, per channel, or per block of a weight. Choose such a configuration for "
+                "it, or None to keep it in float"
+            )
+        if node.target is quantized.choose_qparams.tensor and (node.args[1:3] != (0, 255)):
+            raise ONNXTargetError(
+                f"{_place(node)}: DynamicQuantizeLinear gives uint8 in [0, 255], not {node.args[1:3]}. "
+                "Choose a dynamic configuration with uint8 activations"
+            )
+
+
+def _why(error: Exception, program: ExportedProgram) -> str:
+    """Return the message for what torch's exporter says: which operator is lacking, and where it is."""
+    said = [str(cause) for cause in _causes(error)]
+    for text in said:
+        for name in re.findall(r"No ONNX function found for <OpOverload\(op='([^']+)'", text):
+            places = [_place(n) for n in _calls(program) if _named(n) == name]
+            where = ", ".join(places[:4]) or name
+            return f"ONNX has no operator for {where}. {REMEDY}"
+    first = next(
+        (line for text in reversed(said) for line in text.splitlines() if line.strip()), ""
+    )
+    return f"torch.onnx.export cannot export this graph. {REMEDY}. It says: {first}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _calls(program: ExportedProgram) -> Iterator[Node]:
+    for part in program.graph_module.modules():
+        if isinstance(part, GraphModule):
+            yield from (node for node in part.graph.nodes if node.op == "call_function")
+
+
+def _named(node: Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _place(node: Node) -> str:
+    """Return a node's name, operator and module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([str(entry[0]) for entry in stack.values()]), "")
+    inside = f" in {path}" if path else ""
+    return f"{node.name} ({_named(node)}{inside})"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter from writing about packages that are not installed, and from warning of itself."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

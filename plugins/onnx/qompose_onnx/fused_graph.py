@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a runtime made of a file: the graph that it executes, read back and traced to the program's nodes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnx_ir as ir
+
+MOVED: Final = "moves integers"
+"""What an operator does that is left as it is and reads integers."""
+WEIGHT_ONLY: Final = "MatMulNBits"
+FUSED: Final = frozenset(
+    {
+        "QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "MatMulInteger",
+        "DynamicQuantizeMatMul", WEIGHT_ONLY,
+    }
+)  # fmt: skip
+"""The products that ONNX Runtime fuses; "QLinear" begins the names of all other operators."""
+PRODUCTS: Final = frozenset({"Conv", "MatMul", "Gemm", "FusedMatMul", "FusedGemm", "FusedConv"})
+_FLOATS: Final = frozenset(
+    {"DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", WEIGHT_ONLY}
+)
+COMPRESSED: Final = " of compressed weights"
+_EIGHT_BITS: Final = ("u8", "i8")
+_COMPRESSED: Final = ("u4", "i4", *_EIGHT_BITS)
+_PRODUCT: Final = "FullyConnected"
+_NO_WORK: Final = frozenset({"Const", "Input", "Output"})
+_NUMBER: Final = re.compile(r"(_token_\d+|_nchwc|_nhwc|_of_integers)+$")
+_FX_NODE: Final = "pkg.torch.onnx.fx_node"
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The operators that a runtime executes.
+
+    Attributes:
+        by_node: by the name of a node of the program, the operators that are left of it, as (name,
+            whether it reads integers).
+        counts: how often each operator occurs.
+    """
+
+    by_node: Mapping[str, tuple[tuple[str, bool], ...]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def in_onnx_runtime(optimized: Path, origins: Mapping[str, str]) -> Executed:
+    """Read the graph that a session of ONNX Runtime wrote.
+
+    Args:
+        origins: by the name of a node in the file, that of the program's node (`origins_of`).
+    """
+    model = onnx.load(str(optimized), load_external_data=False)
+    found: dict[str, list[tuple[str, bool]]] = {}
+    counts: Counter[str] = Counter()
+    for graph in _graphs(model.graph):
+        integers = _integers(graph)
+        for node in graph.node:
+            counts[node.op_type] += 1
+            origin = origins.get(_NUMBER.sub("", node.name))
+            if origin is not None:
+                reads = bool(node.input) and node.input[0] in integers
+                found.setdefault(origin, []).append((node.op_type, reads))
+    return Executed({name: tuple(ops) for name, ops in found.items()}, dict(counts))
+
+
+def in_openvino(compiled: Any, origins: Mapping[str, str]) -> Executed:
+    """Read the graph of a model that OpenVINO compiled; see `in_onnx_runtime`."""
+    found: dict[str, list[tuple[str, bool]]] = {}
+    counts: Counter[str] = Counter()
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        facts = node.get_rt_info()
+        kind, precision, names = (
+            facts[key].astype(str) if key in facts else ""
+            for key in ("layerType", "runtimePrecision", "originalLayersNames")
+        )
+        if kind in _NO_WORK:
+            continue
+        counts[f"{kind} {precision}"] += 1
+        reads = precision in _EIGHT_BITS
+        if kind == _PRODUCT and precision in _COMPRESSED and not _reads_integers(node):
+            kind, reads = f"{kind}{COMPRESSED}", False
+        for origin in {origins.get(name.partition("/")[0]) for name in names.split(",")} - {None}:
+            found.setdefault(str(origin), []).append((kind, reads))
+    return Executed({name: tuple(ops) for name, ops in found.items()}, dict(counts))
+
+
+def _reads_integers(node: Any) -> bool:
+    """Tell whether the first input of an operator in OpenVINO is integers."""
+    facts = node.input_values()[0].get_node().get_rt_info()
+    return facts["outputPrecisions"].astype(str).partition(",")[0] in _EIGHT_BITS
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _graphs(attribute.g)
+
+
+def _integers(graph: onnx.GraphProto) -> set[str]:
+    """Return the names of values that are integers: they come from a quantized operator through others."""
+    found: set[str] = set()
+    for node in graph.node:
+        made = node.op_type.startswith("QLinear") or node.op_type in (
+            "QuantizeLinear", "DynamicQuantizeLinear",
+        )  # fmt: skip
+        made = made or (node.op_type == "QGemm" and len(node.input) > 7)
+        carried = node.op_type not in _FLOATS and any(name in found for name in node.input[:1])
+        if made or carried:
+            found.update(node.output)
+    return found
+
+
+def origins_of(model: ir.Model) -> dict[str, str]:
+    """Return, by the names of nodes and values of a model, the name of the program's node they are of."""
+    found = {}
+    for node in model.graph.all_nodes():
+        text = node.metadata_props.get(_FX_NODE, "")
+        match = re.match(r"%?(\w+)", text)
+        names = (node.name, *(value.name for value in node.outputs)) if match else ()
+        found.update({name: match[1] for name in names if match and name})
+    return found

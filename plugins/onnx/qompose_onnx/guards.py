@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions of rules beyond those of the kit: a guard returns why it refuses a match."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qompose.backend import Match, kit
+
+aten = torch.ops.aten
+
+
+def matrix(match: Match) -> str | None:
+    """Require a matrix, or several."""
+    several = len(kit.shape_of(match.node("input"))) > 1
+    return None if several else "a product of a vector is not fused"
+
+
+def not_after_linear(match: Match) -> str | None:
+    """Require that neither input is a linear's: sums of a transformer's layers lose much in eight bits."""
+    for name in ("self", "other"):
+        node: Any = match.node(name)
+        while node is not None and node.target is aten.dropout.default:
+            node = node.args[0]
+        if node is not None and node.target is aten.linear.default:
+            return "what is computed of linears stays in float, which they give at no cost"
+    return None
+
+
+def plain_average(match: Match) -> str | None:
+    """Require what AveragePool has: no divisor of its own."""
+    divisor = match.argument("output", "divisor_override")
+    return None if divisor is None else "AveragePool has no divisor_override"
+
+
+def to_one_pixel(match: Match) -> str | None:
+    """Require a global average."""
+    sizes: Any = match.argument("output", "output_size")
+    return None if all(n == 1 for n in sizes) else "only an average over the whole image is fused"
+
+
+def over_image(match: Match) -> str | None:
+    """Require a mean over height and width."""
+    dims: Any = match.argument("output", "dim")
+    over = sorted(dim % 4 for dim in dims)
+    return None if over == [2, 3] else "only a mean over height and width is fused"

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program of the targets for ONNX: a model that is written to a file, and runs in process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnx_ir as ir
+
+from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.interface import Interface
+from qompose_onnx.runtimes import (
+    ONNXRUNTIME,
+    OPENVINO,
+    OnnxRuntimeSession,
+    OpenVinoSession,
+    Session,
+    missing,
+)
+
+LARGEST: Final = 2**31 - 2**20
+"""Bytes of constants that fit into one file, whose limit protobuf sets."""
+INTERFACE: Final = "qompose.interface"
+"""The file's metadata of how the program is called."""
+
+
+class ONNXProgram:
+    """A model in ONNX, called with tensors as the exported module is.
+
+    Args:
+        model: what is written. Its metadata has the interface.
+        runtime: what a call runs it in, "onnxruntime" or "openvino"; "": whichever is installed.
+
+    Attributes:
+        meta: the record that `qompose.report` reads.
+    """
+
+    def __init__(self, model: ir.Model, runtime: str = "") -> None:
+        self.model, self.runtime = model, runtime
+        self.interface = Interface.loads(model.metadata_props[INTERFACE])
+        self.meta: dict[str, Any] = {}
+        self._session: Session | None = None
+
+    @classmethod
+    def read(cls, path: str | PathLike[str], runtime: str = "") -> ONNXProgram:
+        """Return the program of a file that `save` wrote, without the record that `qompose.report` reads.
+
+        Raises:
+            ONNXTargetError: the file is not such a program, or is damaged.
+            OSError: it cannot be read.
+        """
+        try:
+            model = ir.load(path)
+            onnx.checker.check_model(str(path))
+            return cls(model, runtime)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ONNXTargetError(
+                f"{path} is not a program that qompose-onnx saved, or it is damaged: {error or repr(error)}. "
+                "Save it again, with the file of its external data where it has one"
+            ) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ONNXProgram:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an ONNXProgram is kept as a file: program.save(path), ONNXProgram.read(path)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constants."""
+        held = {
+            id(v.const_value): v.const_value
+            for g in self._graphs()
+            for v in g.initializers.values()
+        }
+        return sum(tensor.nbytes for tensor in held.values() if tensor is not None)
+
+    def _graphs(self) -> Iterator[ir.Graph]:
+        yield self.model.graph
+        yield from self.model.graph.subgraphs()
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the file and return its path: the whole file, or nothing.
+
+        Constants of 2 GB and more are in a second file beside it, with ".data" behind its name.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        path = Path(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:32]}.") as drafts:
+            written = self._write(Path(drafts) / path.name)
+            for draft in reversed(written):  # the model last: without its data it is none
+                draft.replace(path.with_name(draft.name))
+        return path
+
+    def _write(self, path: Path) -> list[Path]:
+        """Write the model, and its constants where they do not fit into it; return the files."""
+        data = None if self.nbytes < LARGEST else f"{path.name}.data"
+        ir.save(self.model, path, external_data=data)
+        return [path] if data is None else [path, path.with_name(data)]
+
+    @contextmanager
+    def written(self) -> Iterator[Path]:
+        """Yield the path of a file that is gone afterwards."""
+        with tempfile.TemporaryDirectory() as folder:
+            yield self._write(Path(folder) / "model.onnx")[0]
+
+    def load(self) -> Session:
+        """Load the program into its runtime; the first call does otherwise.
+
+        Raises:
+            ONNXTargetError: no runtime is installed, or it refuses the program.
+        """
+        if self._session is None:
+            with self.written() as path:
+                self._session = _loaded(path, self.runtime)
+        return self._session
+
+    def use(self, session: Session) -> None:
+        """Let calls run in a session that has this program."""
+        self._session = session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; it takes and returns what the exported module does, on processors.
+
+        Raises:
+            ONNXInputError: an input is missing, or has another type or rank.
+            ONNXTargetError: no runtime is installed, or it refuses the program or the inputs.
+        """
+        feeds = self.interface.feeds(args, kwargs)
+        return self.interface.results(self.load().run(feeds))
+
+    def __repr__(self) -> str:
+        takes = ", ".join(leaf.name for leaf in self.interface.inputs if leaf.name)
+        return f"ONNXProgram of {self.nbytes:,} bytes, opset {self.model.opset_imports['']}, takes {takes}"
+
+
+def _loaded(path: Path, runtime: str) -> Session:
+    known = [runtime] if runtime else [ONNXRUNTIME, OPENVINO]
+    for name in known:
+        if missing(name) is None:
+            return OnnxRuntimeSession(path) if name == ONNXRUNTIME else OpenVinoSession(path)
+    raise ONNXTargetError(
+        f"a call needs a runtime: {missing(known[0])}. Without one, the program can be saved"
+    )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What regions look like when ONNX Runtime is to fuse them: each stays, in place, but for three things.
+
+An activation bounds the integers behind it, a bias becomes int32 between its own dequantize
+operator, and the product of a linear with a bias is one of matrices, since QGemm takes nothing else.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from qompose.backend import QuantizedTensor, Region, kit
+from torch import Tensor
+from torch.fx import Node
+
+aten = torch.ops.aten
+quantized = torch.ops.quantized_decomposed
+
+INT32: Final = (-(2**31), 2**31 - 1, torch.int32)
+
+
+def for_runtimes(region: Region) -> None:
+    """Rewrite a region in place, as far as its tensors are quantized."""
+    bias = region.argument("op", "bias") if region.has("weight") else None
+    if bias is not None:
+        _make_bias_integer(region, bias)
+        if region.node("op").target is aten.linear.default:
+            _make_matrix(region)
+    if region.has("act") and region.output is not None:
+        _bound_integers(region, region.output)
+
+
+def _bound_integers(region: Region, output: QuantizedTensor) -> None:
+    """Drop an activation that the range of the integers implies; let another bound integers itself."""
+    act = region.node("act")
+    (before,) = act.all_input_nodes
+    if kit.integer_bounds(region, "act") == (output.low, output.high):
+        act.replace_all_uses_with(before)
+        act.graph.erase_node(act)  # one in place would stay otherwise, as a write that nobody reads
+        return
+    qparams = output.qparams[:5]
+    rounded = region.step(quantized.quantize_per_tensor.default, before, *qparams)
+    read = region.step(quantized.dequantize_per_tensor.default, rounded, *qparams)
+    for node in (rounded, read):
+        act.prepend(node)
+    act.replace_input_with(before, read)
+
+
+def _make_bias_integer(region: Region, bias: Node) -> None:
+    """Put an int32 bias with a dequantize operator of its own in the place of a float one."""
+    op, x, weight = region.node("op"), region.quantized("input"), region.quantized("weight")
+    if bias.op != "get_attr":
+        return
+    value: Tensor = attrgetter(str(bias.target))(region.module)
+    scales = weight.scales.float() * torch.tensor(x.scale, dtype=torch.float32)
+    integers = torch.round(value.double() / scales.double()).clamp(*INT32[:2]).to(torch.int32)
+    path = str(bias.target)
+    held = region.constant(f"{path}_int32", integers)
+    made = [held]
+    if len(scales) == 1:
+        read = quantized.dequantize_per_tensor.default
+        made.append(region.step(read, held, float(scales), 0, *INT32))
+    else:
+        made += [
+            region.constant(f"{path}_scale", scales),
+            region.constant(f"{path}_zero_point", torch.zeros(len(scales), dtype=torch.int64)),
+        ]
+        read = quantized.dequantize_per_channel.default
+        made.append(region.step(read, *made, 0, *INT32))
+    for node in made:
+        op.prepend(node)
+    op.replace_input_with(bias, made[-1])
+
+
+def _make_matrix(region: Region) -> None:
+    """Multiply the rows of all leading dimensions as one matrix; integers change their shape, not floats."""
+    op, last = region.node("op"), region.output_node
+    shape = op.meta["val"].shape
+    if len(shape) == 2:
+        return
+    x = region.quantized("input")
+    sizes = [
+        size if isinstance(size, int) else region.step(aten.sym_size.int, x.node, dim)
+        for dim, size in enumerate(shape)
+    ]
+    rows = region.step(aten.reshape.default, x.node, [-1, x.node.meta["val"].shape[-1]])
+    scale = (x.scale, x.zero_point, x.low, x.high, x.dtype)
+    read = region.step(quantized.dequantize_per_tensor.default, rows, *scale)
+    for node in (*(size for size in sizes if isinstance(size, Node)), rows, read):
+        op.prepend(node)
+    op.replace_input_with(region.inputs("input")[0], read)
+    for node in (op, last):
+        node.meta["val"] = node.meta["val"].flatten(0, -2)
+    _reshape_behind(region, sizes, shape)
+
+
+def mean_over_image(region: Region) -> None:
+    """Let a mean over height and width keep them, as GlobalAveragePool does; its integers lose them."""
+    node = region.node("output")
+    if region.argument("output", "keepdim"):
+        return
+    shape = node.meta["val"].shape
+    source = region.inputs("self")[0]
+    sizes = [
+        size if isinstance(size, int) else region.step(aten.sym_size.int, source, dim)
+        for dim, size in enumerate(shape)
+    ]
+    node.args, node.kwargs = (source, [2, 3], True), {}
+    node.meta["val"] = node.meta["val"].reshape(*shape, 1, 1)
+    _reshape_behind(region, sizes, shape)
+
+
+def _reshape_behind(region: Region, sizes: list[Any], shape: Any) -> None:
+    """Give the output the shape that it had: its integers where it is quantized, floats else."""
+    last = region.output_node
+    for end in [last] if region.output is None else list(last.users):
+        readers = list(end.users)
+        end.meta["val"] = last.meta["val"].to(end.meta["val"].dtype)
+        with last.graph.inserting_after(end):
+            back = last.graph.call_function(aten.reshape.default, (end, sizes))
+        back.meta = {"val": end.meta["val"].reshape(shape)}
+        for reader in readers:
+            reader.replace_input_with(end, back)

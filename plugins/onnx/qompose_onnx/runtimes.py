@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtimes that run a file in this process: ONNX Runtime and OpenVINO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from qompose_onnx.errors import ONNXTargetError
+
+ONNXRUNTIME: Final = "onnxruntime"
+OPENVINO: Final = "openvino"
+OPENVINO_INT8: Final = "OpenVINO int8"
+OPENVINO_WEIGHTS: Final = "OpenVINO, compressed weights"
+EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
+"""Weights alone are quantized: ONNX Runtime's default would quantize what they multiply, too."""
+
+
+class Session(Protocol):
+    """A file in a runtime."""
+
+    def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by their names."""
+
+
+def missing(package: str) -> str | None:
+    """Return why a runtime cannot be used here, and the remedy; None where it can."""
+    if find_spec(package) is not None:
+        return None
+    return f'the package {package} is missing: pip install "qompose-onnx[{package}]"'
+
+
+class OnnxRuntimeSession:
+    """A file in ONNX Runtime, on processors.
+
+    Args:
+        path: of the file.
+        optimized: where to write the graph that ONNX Runtime executes; None: nowhere.
+
+    Raises:
+        ONNXTargetError: ONNX Runtime refuses the file.
+    """
+
+    def __init__(self, path: Path, optimized: Path | None = None) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 4
+        options.add_session_config_entry(*EXACT_PRODUCTS)
+        if optimized is not None:
+            options.optimized_model_filepath = str(optimized)
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # its errors have no class of their own in common
+            raise ONNXTargetError(
+                _refused(path, "ONNX Runtime", onnxruntime.__version__, error)
+            ) from error
+        self._outputs = [output.name for output in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by their names.
+
+        Raises:
+            ONNXTargetError: the runtime refuses the inputs, such as those of another size.
+        """
+        known = {value.name for value in self._session.get_inputs()}
+        arrays = {name: x.cpu().numpy() for name, x in feeds.items() if name in known}
+        try:
+            results = self._session.run(self._outputs, arrays)
+        except Exception as error:
+            raise ONNXTargetError(_failed("ONNX Runtime", feeds, error)) from error
+        return {n: torch.from_numpy(y) for n, y in zip(self._outputs, results, strict=True)}
+
+
+class OpenVinoSession:
+    """A file in OpenVINO, on processors.
+
+    Raises:
+        ONNXTargetError: OpenVINO refuses the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import openvino
+
+        core = openvino.Core()
+        options = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",  # what weights alone multiply stays in float
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+        try:
+            self.compiled: Any = core.compile_model(core.read_model(str(path)), "CPU", options)
+        except Exception as error:
+            raise ONNXTargetError(
+                _refused(path, "OpenVINO", openvino.__version__, error)
+            ) from error
+        self._request = self.compiled.create_infer_request()
+
+    def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by their names.
+
+        Raises:
+            ONNXTargetError: the runtime refuses the inputs, such as those of another size.
+        """
+        known = {name for value in self.compiled.inputs for name in value.get_names()}
+        arrays = {name: x.cpu().contiguous().numpy() for name, x in feeds.items() if name in known}
+        try:
+            results = self._request.infer(arrays)
+        except Exception as error:
+            raise ONNXTargetError(_failed("OpenVINO", feeds, error)) from error
+        return {
+            name: torch.from_numpy(results[value].copy())
+            for value in self.compiled.outputs
+            for name in value.get_names()
+        }
+
+
+def _refused(path: Path, runtime: str, version: str, error: Exception) -> str:
+    return (
+        f"{runtime} {version} cannot load {path.name}: {_said(error)}. A newer release may have the "
+        "operators and the opset that it names; lower the model for the target 'torch' otherwise"
+    )
+
+
+def _failed(runtime: str, feeds: Mapping[str, Tensor], error: Exception) -> str:
+    shapes = {name: tuple(x.shape) for name, x in feeds.items()}
+    return f"{runtime} cannot run the program on inputs {shapes}: {_said(error)}"
+
+
+def _said(error: Exception) -> str:
+    """Return what a runtime says, without the places in its own sources."""
+    lines = (line.strip() for line in str(error).splitlines())
+    said = " ".join(line for line in lines if line and not line.startswith("Exception from src"))
+    return (said or repr(error))[:400]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last steps of lowering: a file, and what a runtime makes of each region in it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from qompose.backend import CallSignature, Finished, Target, claim_of, operator_of
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from qompose_onnx.export import export
+from qompose_onnx.fused_graph import (
+    COMPRESSED,
+    FUSED,
+    MOVED,
+    PRODUCTS,
+    Executed,
+    in_onnx_runtime,
+    in_openvino,
+    origins_of,
+)
+from qompose_onnx.interface import interface_of
+from qompose_onnx.program import INTERFACE, ONNXProgram
+from qompose_onnx.runtimes import (
+    ONNXRUNTIME,
+    OPENVINO,
+    OPENVINO_INT8,
+    OPENVINO_WEIGHTS,
+    OnnxRuntimeSession,
+    OpenVinoSession,
+    missing,
+)
+
+Claims = Mapping[int, list[Node]]
+"""By claim, its nodes in the exported program."""
+
+
+def _program(
+    module: GraphModule, signature: CallSignature, runtime: str
+) -> tuple[ONNXProgram, ExportedProgram]:
+    model, exported = export(module, signature)
+    inputs = [value.name or "" for value in model.graph.inputs]
+    outputs = [value.name or "" for value in model.graph.outputs]
+    model.metadata_props[INTERFACE] = interface_of(exported, inputs, outputs).dumps()
+    return ONNXProgram(model, runtime), exported
+
+
+def _claims(exported: ExportedProgram) -> Claims:
+    found: dict[int, list[Node]] = {}
+    for part in exported.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            claim = claim_of(node)
+            if claim is not None and node.op == "call_function":
+                found.setdefault(claim, []).append(node)
+    return found
+
+
+def _finish_onnx(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file; where ONNX Runtime is installed, say what it fuses."""
+    program, exported = _program(module, signature, "")
+    if missing(ONNXRUNTIME) is None:
+        return _in_onnx_runtime(program, exported)
+    reason = f"the runtime that reads the file decides; {missing(ONNXRUNTIME)} to see what it fuses"
+    return Finished(program, fallbacks=dict.fromkeys(_claims(exported), reason))
+
+
+def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, load it, and say what ONNX Runtime executes."""
+    return _in_onnx_runtime(*_program(module, signature, ONNXRUNTIME))
+
+
+def _in_onnx_runtime(program: ONNXProgram, exported: ExportedProgram) -> Finished:
+    with program.written() as path, tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        program.use(OnnxRuntimeSession(path, optimized))
+        found = in_onnx_runtime(optimized, origins_of(program.model))
+    return _finished(program, exported, found, "ONNX Runtime")
+
+
+def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, load it, and say what OpenVINO executes."""
+    program, exported = _program(module, signature, OPENVINO)
+    with program.written() as path:
+        session = OpenVinoSession(path)
+    program.use(session)
+    found = in_openvino(session.compiled, origins_of(program.model))
+    return _finished(program, exported, found, "OpenVINO", OPENVINO_INT8)
+
+
+def _finished(
+    program: ONNXProgram, exported: ExportedProgram, found: Executed, runtime: str, kernel: str = ""
+) -> Finished:
+    """Report what a runtime executes; `kernel` is its name for all that reads integers, "": their own."""
+    kernels, fallbacks = {}, {}
+    for claim, nodes in _claims(exported).items():
+        left = [op for node in nodes for op in found.by_node.get(node.name, ())]
+        own = [(name, reads) for name, reads in left if not name.endswith("QuantizeLinear")]
+        fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
+        if not own and any(map(_multiplies, nodes)):
+            fallbacks[claim] = f"{runtime} does not tell what became of it"
+        elif fused is not None:
+            kernels[claim] = fused if fused == OPENVINO_WEIGHTS else kernel or fused
+        else:
+            operators = ", ".join(dict.fromkeys(name for name, _ in own))
+            fallbacks[claim] = f"{runtime} computes {operators} in float"
+    operators = ", ".join(f"{count} {name}" for name, count in sorted(found.counts.items()))
+    note = f"{runtime} executes {operators}"
+    return Finished(program, kernels, fallbacks, _remarks(exported, found, runtime), (note,))
+
+
+def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
+    """Return the kernel of the operators that are left of a region, None where they compute in float."""
+    for name, _ in own:
+        if name in FUSED or name.startswith("QLinear"):
+            return name
+    if all(reads and name not in PRODUCTS for name, reads in own):
+        return MOVED
+    compressed = any(name.endswith(COMPRESSED) for name, _ in own)
+    return OPENVINO_WEIGHTS if compressed and not reads_integers else None
+
+
+def _multiplies(node: Node) -> bool:
+    """Tell whether an operator is a product, of which something must be left."""
+    return any(name in str(node.target) for name in ("linear", "conv"))
+
+
+def _reads_integers(node: Node) -> bool:
+    """Tell whether the first input of an operator is dequantized: its weight is not all that is quantized."""
+    first = node.args[0] if node.args else None
+    return isinstance(first, Node) and "dequantize" in str(first.target)
+
+
+def _remarks(exported: ExportedProgram, found: Executed, runtime: str) -> dict[str, str]:
+    """Return what operators that nobody claimed are executed as."""
+    remarks: dict[str, list[str]] = {}
+    for node in exported.graph.nodes:
+        name = operator_of(node)
+        if name and claim_of(node) is None and node.name in found.by_node:
+            remarks.setdefault(name, []).extend(op for op, _ in found.by_node[node.name])
+    return {name: f"{runtime}: {', '.join(dict.fromkeys(ops))}" for name, ops in remarks.items()}
+
+
+TARGETS: Final = (
+    Target("onnx", _finish_onnx, reads_qdq=True),
+    Target("onnxruntime", _finish_onnx_runtime, lambda: missing(ONNXRUNTIME), reads_qdq=True),
+    Target("openvino", _finish_openvino, lambda: missing(OPENVINO), reads_qdq=True),
+)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of the ONNX backend, and what they ask of a processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.backend import load_backend
+from qompose.errors import ConfigError
+from qompose_onnx import get_onnx_quantization_config as config, machine
+from torch import nn
+
+from tests.onnx.models import sqnr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "uint4"},
+        {"symmetric_activations": 1},
+        {"activation": "int8", "is_dynamic": True},
+        {"activation": "int8", "weight_only": True},
+        {"is_dynamic": True, "per_token": True},
+        {"group_size": 32},
+        {"weight_only": True, "group_size": 48},
+        {"bit": 7},
+    ],
+    ids=str,
+)
+def test_options_that_no_runtime_has_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        config(**options)
+
+
+def test_names_tell_the_choices() -> None:
+    assert config().name == "static"
+    assert config(bits=7).name == "static 7-bit weights"
+    assert config("int8", symmetric_activations=True).name == "static int8, symmetric"
+    grouped = config(weight_only=True, group_size=32)
+    assert grouped.name == "weight-only 4-bit weights groups of 32"
+
+
+def test_symmetric_activations_have_the_zero_point_of_tensorrt() -> None:
+    spec = config("int8", symmetric_activations=True).input_activation
+    assert spec.qscheme is torch.per_tensor_symmetric and spec.dtype is torch.int8
+
+
+@pytest.mark.parametrize(("bits", "wanted"), [(None, "vnni"), (7, "any")])
+def test_a_model_asks_for_vnni_unless_weights_have_seven_bits(bits: Any, wanted: str) -> None:
+    x = torch.randn(4, 8)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=bits))
+    program = torch.export.export(nn.Linear(8, 8), (x,))
+    prepared = qompose.prepare_pt2e(program, quantizer)
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    requirements = converted.meta["qompose"].requirements["onnx"]
+    assert requirements == {"isa": wanted}
+
+
+def test_a_processor_whose_sums_saturate_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(machine, "sums_are_exact", lambda: False)
+    assert "bits=7" in (machine.objection({"isa": "vnni"}) or "")
+    assert machine.objection({"isa": "any"}) is None
+
+
+def test_seven_bits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    (x,), batches = (torch.randn(16, 32),), [(torch.randn(16, 32),) for _ in range(3)]
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=7))
+    result = qompose.quantize(
+        model, (x,), backends=quantizer, calibration=batches, target="onnxruntime", progress=False
+    )
+    with torch.no_grad():
+        assert sqnr(model(x), result.model(x)) > 25

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs in ONNX Runtime and OpenVINO: what is fused, what they compute, and files."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.errors import TargetError
+from qompose_onnx import ONNXProgram
+from qompose_onnx.errors import ONNXInputError, ONNXTargetError
+from torch import nn
+
+from tests.onnx.models import Images, Texts, images, sqnr, texts
+
+pytest.importorskip("onnxruntime")
+BATCH = torch.export.Dim("batch", max=64)
+
+
+@pytest.fixture(scope="module")
+def program() -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    return torch.export.export(Images().eval(), images(1)[0], dynamic_shapes=({0: BATCH},))
+
+
+@pytest.fixture(scope="module")
+def converted(program: torch.export.ExportedProgram) -> Any:
+    prepared = qompose.prepare_pt2e(program, qompose.compose("onnx"))
+    qompose.calibrate(prepared, images(3), progress=False)
+    return qompose.convert_pt2e(prepared)
+
+
+@pytest.fixture(scope="module")
+def lowered(converted: Any) -> ONNXProgram:
+    result: ONNXProgram = qompose.lower(converted, "onnxruntime", strict=True)
+    return result
+
+
+def executed(model: ONNXProgram) -> dict[str, int]:
+    """Read the note that counts what the runtime executes."""
+    (note,) = (n for n in qompose.report(model).notes if " executes " in n)
+    pairs = note.partition(" executes ")[2].split(", ")
+    return {name: int(count) for count, _, name in (pair.partition(" ") for pair in pairs)}
+
+
+class TestONNXRuntime:
+    def test_it_computes_what_the_converted_model_does(
+        self, program: Any, converted: Any, lowered: ONNXProgram
+    ) -> None:
+        (x,) = images(7, batch=5)[0]
+        with torch.no_grad():
+            wanted, simulated = program.module()(x), converted(x)
+        for real, expected, found in zip(wanted, simulated, lowered(x), strict=True):
+            assert sqnr(expected, found) > 60
+            assert abs(sqnr(real, found) - sqnr(real, expected)) < 0.5
+
+    def test_the_report_counts_what_the_runtime_executes(self, lowered: ONNXProgram) -> None:
+        counts, report = executed(lowered), qompose.report(lowered)
+        rows = [row for row in report.rows if row.kernel.startswith(("QLinear", "QGemm"))]
+        anchors = Counter(
+            row.kernel for row in rows if row.name.split("_")[0] not in ("relu", "relu6", "batch")
+        )
+        assert anchors == {k: n for k, n in counts.items() if k.startswith(("QLinear", "QGemm"))}
+        assert counts["QLinearConv"] == 2 and counts["QGemm"] == 3
+        assert {"Conv", "Gemm", "MatMul", "Add", "Relu", "Clip"}.isdisjoint(counts)
+        assert [row.name for row in report.rows if row.state == "float"] == ["softmax"]
+
+    def test_a_linear_gives_floats_to_those_that_read_floats(self, lowered: ONNXProgram) -> None:
+        # the input; the integers of tokens, which softmax and the caller read as floats
+        assert executed(lowered)["QuantizeLinear"] == 1
+        assert executed(lowered).get("DequantizeLinear", 0) == 0
+
+    def test_inputs_that_do_not_fit_are_named(self, lowered: ONNXProgram) -> None:
+        with pytest.raises(ONNXInputError, match=r"'x'.*float64"):
+            lowered(torch.zeros(2, 3, 16, 16, dtype=torch.float64))
+        with pytest.raises(ONNXInputError):
+            lowered()
+        with pytest.raises(ONNXTargetError, match=r"\(2, 3, 8, 8\)"):
+            lowered(torch.zeros(2, 3, 8, 8))
+
+    def test_it_is_timed_beside_the_float_program(self, program: Any, converted: Any) -> None:
+        model = qompose.lower(converted, "onnxruntime")
+        result = qompose.QuantizedModel(program, converted, model, qompose.compose("onnx"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", qompose.QomposeWarning)  # that it is slower
+            timings = result.benchmark(*images(1)[0], seconds=0.001)
+        assert [row.name for row in timings.rows] == ["float", "lowered"]
+
+
+class TestFiles:
+    def test_a_file_knows_how_it_is_called(self, lowered: ONNXProgram, tmp_path: Path) -> None:
+        path = lowered.save(tmp_path / "model.onnx")
+        assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+        (x,) = images(1)[0]
+        for found, wanted in zip(ONNXProgram.read(path)(x), lowered(x), strict=True):
+            assert torch.equal(found, wanted)
+        assert all(v.uses() for v in lowered.model.graph.initializers.values())  # nothing twice
+        assert copy.deepcopy(lowered) is lowered
+        with pytest.raises(TypeError):
+            pickle.dumps(lowered)
+
+    def test_a_file_that_is_cut_short_is_refused(
+        self, lowered: ONNXProgram, tmp_path: Path
+    ) -> None:
+        path = lowered.save(tmp_path / "model.onnx")
+        path.write_bytes(path.read_bytes()[:-500])
+        with pytest.raises(ONNXTargetError, match=r"model\.onnx"):
+            ONNXProgram.read(path)
+        with pytest.raises(FileNotFoundError):
+            ONNXProgram.read(tmp_path / "none.onnx")
+
+    def test_large_constants_are_in_a_file_of_their_own(
+        self, lowered: ONNXProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("qompose_onnx.program.LARGEST", 100)
+        path = lowered.save(tmp_path / "model.onnx")
+        assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+        (x,) = images(1)[0]
+        assert torch.equal(ONNXProgram.read(path)(x)[0], lowered(x)[0])
+
+    def test_nothing_is_left_of_a_file_that_cannot_be_written(
+        self, lowered: ONNXProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError("no space")
+
+        monkeypatch.setattr("onnx_ir.save", fail)
+        with pytest.raises(OSError):
+            lowered.save(tmp_path / "model.onnx")
+        assert not [*tmp_path.iterdir()]
+
+
+class TestWithoutARuntime:
+    def test_a_file_can_be_made(
+        self, converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in ("targets", "program"):
+            monkeypatch.setattr(f"qompose_onnx.{module}.missing", lambda name: f"{name} is missing")
+        with pytest.warns(qompose.QomposeWarning):
+            model = qompose.lower(converted, "onnx")
+        assert model.save(tmp_path / "model.onnx").stat().st_size > 1000
+        rows = qompose.report(model).rows
+        assert not [row for row in rows if row.state == "int8 kernel"]
+        assert any("onnxruntime is missing" in row.reason for row in rows)
+        with pytest.raises(ONNXTargetError, match="onnxruntime is missing"):
+            model(*images(1)[0])
+
+    def test_a_target_says_what_is_missing(
+        self, converted: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("qompose_onnx.targets.missing", lambda name: f"{name} is missing")
+        with pytest.raises(TargetError, match="onnxruntime is missing"):
+            qompose.lower(converted, "onnxruntime")
+
+
+@pytest.mark.full
+def test_openvino_runs_the_same_file(converted: Any, lowered: ONNXProgram) -> None:
+    pytest.importorskip("openvino")
+    model = qompose.lower(converted, "openvino", strict=True)
+    assert {row.kernel for row in qompose.report(model).rows if row.kernel} == {"OpenVINO int8"}
+    (x,) = images(7, batch=5)[0]
+    for found, wanted in zip(model(x), lowered(x), strict=True):
+        assert sqnr(wanted, found) > 40
+
+
+@pytest.fixture(scope="module")
+def converted_texts() -> Any:
+    torch.manual_seed(0)
+    shapes = {"ids": {0: BATCH}, "bag": {0: BATCH}}
+    inputs = texts()
+    with torch.no_grad():
+        program = torch.export.export(
+            Texts().eval(), (inputs.pop("ids"),), inputs, dynamic_shapes=shapes
+        )
+    prepared = qompose.prepare_pt2e(program, qompose.compose("embedding", "onnx"))
+    qompose.calibrate(prepared, [texts(2), texts(3)], progress=False)
+    return qompose.convert_pt2e(prepared)
+
+
+class TestCompositions:
+    def test_tables_stay_integers_until_rows_are_gathered(self, converted_texts: Any) -> None:
+        model = qompose.lower(converted_texts, "onnxruntime", strict=True)
+        inputs = texts(7)
+        found, wanted = model(inputs["ids"], bag=inputs["bag"]), converted_texts(**inputs)
+        assert found["batch"] == wanted["batch"] == 7
+        assert sqnr(wanted["texts"], found["texts"]) > 60
+        assert sqnr(wanted["bags"], found["bags"]) > 60
+        gathers = [n for n in model.model.graph.all_nodes() if n.op_type == "Gather"]
+        tables = [n for n in gathers if n.inputs[0].is_initializer() and n.inputs[0].shape[0] > 9]
+        kinds = {n.inputs[0].const_value.numpy().dtype.name for n in tables}
+        assert "uint8" in kinds
+        assert {n.inputs[0].const_value.size for n in tables if n.inputs[0].shape[-1] == 32} == {
+            50 * 32,
+            20 * 32,
+        }
+
+    def test_a_member_without_kernels_is_named(self) -> None:
+        with pytest.raises(TargetError, match="xnnpack has kernels for executorch, torch"):
+            qompose.quantize(
+                nn.Linear(8, 8), (torch.randn(2, 8),), backends=["xnnpack", "onnx"],
+                calibration=[(torch.randn(2, 8),)], target="onnxruntime", progress=False,
+            )  # fmt: skip
+
+
+def test_an_operator_that_onnx_lacks_is_named() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.lgamma(self.inner(x))
+
+    x = torch.randn(4, 4)
+    with pytest.raises(ONNXTargetError, match=r"lgamma.*inner|lgamma"):
+        qompose.quantize(
+            Odd(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
+        )
