@@ -124,6 +124,13 @@ BENCHMARKS = (
         ("--models", "lenet", "--first", "--schemes", "static", "--peers"),
         options=("--state", "{out}/zoo-state.jsonl"),
     ),
+    Benchmark(
+        "zoo_accuracy",
+        "How true do small architectures stay beside torchao's flows, on the same operators?",
+        _ENGINES,
+        ("--models", "scan_cell"),
+        figures=False,
+    ),
 )
 
 
