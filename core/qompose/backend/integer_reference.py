@@ -311,8 +311,8 @@ _FIXED_BOUNDS: dict[Any, tuple[float | None, float | None]] = {
     aten.relu6_.default: (0.0, 6.0),
 }
 _CLAMPS = """relu.default relu_.default relu6.default relu6_.default hardtanh.default hardtanh_.default
-    clamp.default clamp_.default clamp_min.default clamp_min_.default clamp_max.default
-    clamp_max_.default"""
+    clamp.default clamp_.default clip.default clip_.default clamp_min.default clamp_min_.default
+    clamp_max.default clamp_max_.default"""
 # Operators whose output holds values of their inputs and no others.
 _MOVES = """view.default _unsafe_view.default reshape.default permute.default transpose.int t.default
     cat.default stack.default slice.Tensor select.int squeeze.default squeeze.dim squeeze.dims
