@@ -45,6 +45,7 @@ from qompose.errors import (
 )
 from qompose.plan.operator_ids import PARAMETER
 from qompose.plan.plan import rewritten_identity
+from qompose.program.aten_operators import is_copy
 from qompose.program.control_flow import nodes_in, sink_constants
 from qompose.program.graph import get_attribute, module_path, operator_name, owner_of, reached
 from qompose.program.meta import values_of
@@ -229,9 +230,10 @@ class ValueTable:
         # A report calls pieces of an operator by its name and theirs behind a slash, which nodes do not have.
         listed = {row.name.replace("/", "_"): row for row in report_rows(self._two)}
         rows = [
-            self._row(value, tally, self._lockstep.reference.get(value), listed)
+            self._row(name, tally, node, listed)
             for value, tally in self._tallies.items()
             if tally.inputs and self._tells(value, tally)
+            for name, node in self._computed_by(value)
         ]
         alone = sorted({self._ids.get(n, n) for n in self._annotated() if not self._is_paired(n)})
         stages, ordered = (self._one.stage, self._two.stage), sorted(rows, key=_badness)
@@ -255,6 +257,20 @@ class ValueTable:
     def _is_paired(self, name: str) -> bool:
         tally = self._tallies.get(self._ids.get(name, ""))
         return tally is not None and bool(tally.inputs)
+
+    def _computed_by(self, value: str) -> Iterator[tuple[str, Node | None]]:
+        """Yield the name and node that a value's row has: of a copy, such as dropout, those of its source.
+
+        Nothing where the source has a row itself: the copy would say the same once more.
+        """
+        node = source = self._lockstep.reference.get(value)
+        while source is not None and is_copy(source) and isinstance(source.args[0], Node):
+            source = source.args[0]
+        known = None if source is None or source is node else self._ids.get(source.name)
+        if known is None:
+            yield value, node
+        elif known not in self._tallies or not self._tallies[known].inputs:
+            yield known, source
 
     def _tells(self, value: str, tally: Tally) -> bool:
         """Tell whether a value is worth a row: inputs that stay in float are what they were."""

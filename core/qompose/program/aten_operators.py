@@ -189,6 +189,25 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     return frozenset(found)
 
 
+_COPIES = {
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.dropout.default,
+    aten.dropout_.default,
+    aten.feature_dropout.default,
+}
+
+
+def is_copy(node: Node) -> bool:
+    """Tell whether an operator gives the values that it reads, in their shape, whatever they are."""
+    if node.target not in _COPIES:
+        return False
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", False)
+    return not training
+
+
 def is_torch_function(candidate: object) -> bool:
     """Tell whether a function or operator is torch's, or one of `operator`."""
     if isinstance(candidate, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):

@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 
 from tests.core.diagnosis.brute import stages
 from tests.core.live_bytes import LiveBytes
-from tests.core.toy import Model, export, randn, seeded, sqnr, toy
+from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, sqnr, toy
 
 
 def net() -> Any:
@@ -296,3 +296,16 @@ def test_records_hold_a_copy_of_the_converted_model(stages: Any) -> None:
     gc.collect()
     assert gone() is None
     assert STAGE_KEY in lowered.meta
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_copy_has_no_row_beside_what_it_copies(kernel: bool) -> None:
+    """Dropout that drops nothing would be named where its input was quantized."""
+    x, layers = randn(6, 3), {"linear": nn.Linear(3, 4), "dropout": nn.Dropout(0.1)}
+    program = export(seeded(Model(lambda m, x: m.dropout(m.linear(x)).clone(), **layers)), x)
+    converted = convert(program, toy(LINEAR), x)
+    other = qompose.lower(converted) if kernel else converted
+    rows = qompose.compare(program, other, [(x,)]).rows
+    operators = [row.operator for row in rows]
+    assert operators.count("aten.linear") == 1
+    assert not {"aten.dropout", "aten.clone"} & {*operators}
