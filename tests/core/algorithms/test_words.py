@@ -85,9 +85,12 @@ def test_without_options_an_object_is_its_word(choice: Algorithm, word: str) -> 
 
 
 def test_options_of_sign_round_are_kept() -> None:
-    fewer = SignRound(iterations=50, ranges=False)
+    fewer = SignRound(iterations=50)
     config = replace(STATIC, algorithms=(fewer,))
     assert config.algorithms == (fewer,) and "50 iterations" in str(fewer)
+    data: Any = config_to_json(config)
+    assert data["algorithms"] == [{"sign_round": {"iterations": 50}}]
+    assert config_from_json(json.loads(json.dumps(data))) == config
     with pytest.raises(ConfigError, match="iterations"):
         SignRound(iterations=0)
 
