@@ -249,19 +249,31 @@ def test_products_in_bodies_and_programs_that_write_are_named() -> None:
         calibrated(seeded(counter), SEQUENTIAL)
 
 
-def test_values_that_are_written_in_place_are_run_again_as_they_were() -> None:
-    def twice(m: Any, x: Tensor) -> Any:
-        return m.second(m.first(x).add_(1.0))
+class Adding(nn.Module):
+    """A product behind a sum that is written over what it reads."""
 
-    model = seeded(Model(twice, first=nn.Linear(24, 24), second=nn.Linear(24, 8)), 0, 0.2)
-    watching = Watching()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.add_(1.0))
+
+
+def test_values_that_are_written_in_place_are_run_again_as_they_were() -> None:
+    """A block is run several times, each time on what came before it."""
+    inner = nn.Sequential(Adding(), Adding())
+    model = seeded(Model(lambda m, x: m.layers(torch.sigmoid(x)), layers=inner), 0, 0.2)
+    watching = Watching("block")
     converted = qompose.convert_pt2e(
         calibrated(model, replace(MODES["weight-only"], algorithms=(watching,)))
     )
     values = Values(converted)
     values.run(batches(1)[0])
-    ((_, inputs),) = watching.shown["second"][0]
+    ((_, inputs),), outputs, _ = watching.shown["layers.1"]
     assert torch.equal(inputs[0], values.read["linear_1"][0])
+    with torch.no_grad():
+        assert torch.allclose(outputs[0][0][0], model(batches(1)[0]), atol=1e-6)
 
 
 def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
