@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bias correction: the mean error of rounded weights, and of rounded inputs, taken off the bias.
+"""Bias correction: the mean error of rounded weights taken off the bias.
 
 Rounding a weight by E moves the mean of a product's outputs by `E[E x] = E E[x]`, which the means of the
 input's channels tell (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
 Correction", 2019). Of a convolution that is computed by itself, on an image of means, so that padding,
-strides and groups count as they do.
+strides and groups count as they do. The rounding of activations is without bias, and is left alone.
 
-The rounding of an input has no mean where values spread over many steps. Where they crowd in a few, as the
-small negative ones behind a gelu, it has, and a sum over a thousand channels has all of them: that is
-corrected too, by the mean over the rows that the observer of the input keeps.
-
-Means of padding say nothing of words. So each correction is judged on those rows
-(`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
-the examples on the other. Where no rows are kept that of the weight is made if a configuration asks for it by
-word.
+Means of padding say nothing of words. So the correction is judged on the rows that the observer of the input
+keeps (`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
+the examples on the other. Where no rows are kept it is made if a configuration asks for it by word.
 """
 
 from __future__ import annotations
@@ -39,7 +34,6 @@ from qompose.algorithms.products import (
     channel_dim,
     product_node,
     reader_of,
-    rounding_read,
     rows_read,
     taps_of,
     weight_group,
@@ -50,10 +44,6 @@ from qompose.program.graph import address_of, constant_of, value_of
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import integers_of, values_of_integers
-
-_NEEDED = (1.0, 1.01)
-"""How many times smaller the error has to become by the correction for the weight, and by that for the input:
-of the latter no more is known than some hundred rows tell."""
 
 
 class BiasCorrection(Algorithm):
@@ -104,8 +94,10 @@ class _Correction:
             raise NotChanged(f"{product.bias.target} is read by other operators too")
         if str(product.bias.target) in self._written:
             raise NotChanged(f"the program writes to {product.bias.target}")
-        moved = sum(_moved(product, weight, mean) for weight, mean in self._parts(product))
-        assert isinstance(moved, Tensor)
+        mean = self._mean(product)
+        rounding = self._rounding(product)
+        self._check_gain(product, rounding, mean)
+        moved = _moved(product, rounding, mean)
         value = self._factors.constant(name)
         corrected = (value.double() + moved.to(value.device)).to(value.dtype)
         if isinstance(bias, torch.nn.Parameter) and not own:
@@ -127,36 +119,24 @@ class _Correction:
             found = found / vector.double().cpu() if dim == 1 else found
         return found
 
-    def _parts(self, product: Operands) -> list[tuple[Tensor, Tensor]]:
-        """Return weights and means of inputs, `(C,)`: what each of them gives on average is to be added.
+    def _check_gain(self, product: Operands, rounding: Tensor, mean: Tensor) -> None:
+        """Check that a correction makes the error of a product smaller on the rows that are kept.
 
         Raises:
-            NotChanged: none makes the error of the product smaller on the rows that are kept; or there are no
-                rows, and nobody asked for it by word.
+            NotChanged: it does not; or none are kept, and nobody asked for it by word.
         """
-        mean, rounding = self._mean(product), self._rounding(product)
         reader = reader_of(self._found, product)
         try:
             rows = rows_read(self._found, product, reader)
         except NotChanged:
             if self._found.sums[product.source, None].asked:
-                return [(rounding, mean)]
+                return
             raise
-        off = rounding_read(self._found, product, rows)
-        multiplied = self._factors.constant(product.weight.name).double() - rounding
-        known = [(rows, rounding, mean), (off, -multiplied, off.mean().flatten().double().cpu())]
-        gains = [
-            _gain(kept, taps_of(weight, reader.groups, reader.transposed).sum(3), of)
-            for kept, weight, of in known
-        ]
-        helpful = [gain > needed for gain, needed in zip(gains, _NEEDED, strict=True)]  # NaN is not
-        if not any(helpful):
+        gain = _gain(rows, taps_of(rounding, reader.groups, reader.transposed).sum(3), mean)
+        if not gain > 1.0:  # NaN neither
             raise NotChanged(
-                f"on calibration data its squared error would become {gains[0]:.2f} times smaller"
+                f"on calibration data its squared error would become {gain:.2f} times smaller"
             )
-        return [
-            (weight, of) for (_, weight, of), helps in zip(known, helpful, strict=True) if helps
-        ]
 
     def _rounding(self, product: Operands) -> Tensor:
         """Return what rounding takes from the weight."""
@@ -172,8 +152,8 @@ def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
     """Return how many times smaller the error becomes, at least: by a mean, and on rows held back.
 
     Args:
-        rounding: a weight whose products are errors, summed over taps, `(groups, outputs, C / groups)`.
-        mean: of what it multiplies, `(C,)`.
+        rounding: what it takes from the weight, summed over taps, `(groups, outputs, C / groups)`.
+        mean: of the input, `(C,)`.
     """
     rounding, rows = rounding.float(), replace(rows, noise=0.0)
     mean = mean.to(rows.rows).view(len(rows.rows), 1, -1)

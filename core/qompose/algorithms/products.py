@@ -36,7 +36,7 @@ from qompose.program.graph import (
 )
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams
-from qompose.spec.qparams import along, fake_quantize
+from qompose.spec.qparams import along
 from qompose.spec.quantization_spec import class_of
 
 _LINEAR = torch.ops.aten.linear.default
@@ -650,16 +650,6 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     grouped = rows.reshape(len(rows), reader.groups, -1).transpose(0, 1)
     against, half = measured_against(sizes, weights), sample.half.to(rows.device)
     return InputRows(grouped, weights / against, half, float(q.scale) ** 2 / 12)
-
-
-def rounding_read(found: Calibrated, product: Operands, rows: InputRows) -> InputRows:
-    """Return what quantization adds to rows of the input of a product."""
-    number = _group_read(found, product)
-    assert number is not None  # else there are no rows
-    q = found.qparams[number]
-    scale, zero_point = (v.to(rows.rows.device) for v in (q.scale, q.zero_point))
-    values = fake_quantize(rows.rows, scale, zero_point, q.low, q.high)
-    return replace(rows, rows=values - rows.rows, noise=0.0)
 
 
 def _sample(observer: Any, dim: int) -> RowSample:
