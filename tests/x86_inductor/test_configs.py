@@ -11,7 +11,11 @@ import pytest
 import qompose
 import torch
 from qompose.errors import ConfigError
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    configs,
+    get_default_x86_inductor_quantization_config,
+)
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, nn
 
@@ -99,7 +103,21 @@ class TestRanges:
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_this_machine_decides(self, dynamic: bool, without_vnni: None) -> None:
         assert weights(CONFIG(is_dynamic=dynamic)) == (-64, 63)
-        assert str(CONFIG()) == "static"
+        assert str(CONFIG(is_dynamic=dynamic)).endswith(", weights [-64, 63]")
+        assert CONFIG(is_dynamic=dynamic) == CONFIG(is_dynamic=dynamic, isa="avx2")
+
+    def test_a_name_means_the_same_on_every_processor(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = []
+        for weights in (exactness.FULL, exactness.NARROW):
+            monkeypatch.setattr(
+                exactness, "recommended_weight_range", lambda weights=weights: weights
+            )
+            found.append(configs.named())
+        shared = found[0].keys() & found[1].keys()
+        assert {name: found[0][name] for name in shared} == {n: found[1][n] for n in shared}
+        assert all("weight-only" in name for name in shared)
 
     @pytest.mark.parametrize(
         ("name", "wanted"),

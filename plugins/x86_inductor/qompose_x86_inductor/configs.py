@@ -62,7 +62,7 @@ def get_default_x86_inductor_quantization_config(
             integers cover the range of its values and no more. Other weights never have any.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
-            "amx". None: this exactness.
+            "amx". None: this one. What it needs becomes a part of the name.
         attention: multiply queries, keys and values as integers too, with static activations. Compiled, it
             is two to three times as fast as attention in float; it costs accuracy, up to 1.5 dB in the
             networks of docs/x86.md.
@@ -90,14 +90,13 @@ def get_default_x86_inductor_quantization_config(
         raise ConfigError(
             "attention=True needs static activations: it excludes is_dynamic=True and weight_only=True"
         )
-    if isa is not None and group_size is None and not weight_only:
-        low, high = WEIGHT_RANGES[isa]
+    if group_size is None and not weight_only:
+        low, high = WEIGHT_RANGES[isa] if isa else exactness.recommended_weight_range()
         weight_qmin = low if weight_qmin is None else weight_qmin
         weight_qmax = high if weight_qmax is None else weight_qmax
     make = kit.ConfigFactory(
         activation=(torch.uint8, 0, 255),
-        # The arithmetic of weights alone is float.
-        weight=exactness.FULL if weight_only else exactness.recommended_weight_range(),
+        weight=exactness.FULL,  # others are named, so that a name means the same on every processor
         outputs=False,
         group_sizes=GROUP_SIZES,
         symmetric_groups=False,
