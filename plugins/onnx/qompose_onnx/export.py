@@ -22,7 +22,9 @@ from qompose_onnx.translations import TRANSLATIONS
 
 quantized = torch.ops.quantized_decomposed
 
-OPSET: Final = 21
+OPSET: Final = 20
+"""With 21, ONNX Runtime 1.32 refuses some int8 around reshapes in float, of which it names the type twice."""
+OF_BLOCKS: Final = 21
 """The first with weights of four bits, and with scales for blocks."""
 OWN: Final = ("quantized_decomposed", "qompose")
 """The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
@@ -47,7 +49,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
                 program,
                 dynamo=True,
                 verbose=False,
-                opset_version=OPSET,
+                opset_version=_opset(program),
                 custom_translation_table=dict(TRANSLATIONS),
             )
         except torch.onnx.OnnxExporterError as error:
@@ -55,6 +57,12 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
     assert made is not None and made.exported_program is not None  # without a file, it is returned
     fit_constants(made.model, _of_four_bits(made.exported_program))
     return made.model, made.exported_program
+
+
+def _opset(program: ExportedProgram) -> int:
+    """Return the version of ONNX's operators that a program needs."""
+    grouped = quantized.dequantize_per_channel_group.default
+    return OF_BLOCKS if any(node.target is grouped for node in _calls(program)) else OPSET
 
 
 def _of_four_bits(program: ExportedProgram) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnxscript import opset21 as op
+from onnxscript import opset20 as op, opset21
 
 aten = torch.ops.aten
 quantized = torch.ops.quantized_decomposed
@@ -108,7 +108,9 @@ def dequantize_per_group(
 ) -> Any:  # fmt: skip
     """Put DequantizeLinear in blocks along the rows of a matrix."""
     zeros = _zeros(x, zero_points, scales, dtype)
-    floats = op.DequantizeLinear(x, op.Cast(scales, to=FLOAT), zeros, axis=1, block_size=group_size)
+    floats = opset21.DequantizeLinear(
+        x, op.Cast(scales, to=FLOAT), zeros, axis=1, block_size=group_size
+    )
     return _as(floats, output_dtype)
 
 
