@@ -170,6 +170,16 @@ def test_distinct_rows(examples: int, rows: int, channels: int, seed: int) -> No
     assert sorted(map(tuple, moved.tolist())) == sorted(expected)
 
 
+@pytest.mark.parametrize("word", ["scale_search", "gptq"])
+def test_an_input_of_one_dimension_is_a_row(word: str) -> None:
+    quantizer = toy(*PRODUCTS, config=weight_only(FOUR_BITS, (word,)))
+    prepared = qompose.prepare_pt2e(export(outliers(), torch.ones(48)), quantizer)
+    for seed in range(64):
+        prepared(data(seed, 1, 48)[0])
+    made, refused = lines(qompose.convert_pt2e(prepared), word)
+    assert len([*made, *refused]) == 1 and "held back" in [*made, *refused][0]
+
+
 def test_what_counts_is_in_statistics() -> None:
     """Merged and stored, they give the same scales; without them a range is that of all values."""
     config, (first, second) = weight_only(FOUR_BITS), (loud(0, 64, 48), loud(1, 64, 48))
