@@ -43,7 +43,7 @@ def test_names_tell_the_choices() -> None:
     assert grouped.name == "weight-only 4-bit weights groups of 32"
 
 
-def test_symmetric_activations_have_the_zero_point_of_tensorrt() -> None:
+def test_symmetric_activations_have_a_symmetric_scheme() -> None:
     spec = config("int8", symmetric_activations=True).input_activation
     assert spec.qscheme is torch.per_tensor_symmetric and spec.dtype is torch.int8
 

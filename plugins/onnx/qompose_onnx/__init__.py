@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""qompose backend for ONNX: files that ONNX Runtime, OpenVINO and TensorRT read and run in int8."""
+"""qompose backend for ONNX: files that ONNX Runtime and OpenVINO read and run in int8."""
 
 from __future__ import annotations
 

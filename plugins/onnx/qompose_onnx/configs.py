@@ -58,9 +58,8 @@ def get_onnx_quantization_config(
 
     Args:
         activation: "uint8" or "int8". ONNX Runtime on x86 processors computes with uint8, into which it turns
-            int8 where it can; TensorRT and ONNX Runtime on Arm want int8.
-        symmetric_activations: whether zero points of static activations are 0 (of uint8: 128). TensorRT
-            demands it, with int8.
+            int8 where it can; ONNX Runtime on Arm wants int8.
+        symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
         options: those of `qompose.backend.kit.ConfigOptions`. Dynamic activations are uint8, and groups are
             for weights alone.
 
