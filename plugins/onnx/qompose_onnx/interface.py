@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
-from qompose_onnx.errors import ONNXInputError
+from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,11 @@ def _leaves(
 
 def _leaf(name: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
+        if value.dtype is torch.bfloat16:
+            raise ONNXTargetError(
+                f"{name} is bfloat16, which calls of ONNX Runtime and OpenVINO cannot pass on: let the model "
+                "take and return float32, or lower it for the target 'torch'"
+            )
         return Leaf(name, str(value.dtype), value.dim())
     return Leaf(name, "float" if isinstance(value, (float, torch.SymFloat)) else "int")
 
