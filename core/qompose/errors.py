@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -327,6 +329,17 @@ class QomposeWarning(UserWarning):
 
 class RequirementWarning(QomposeWarning):
     """A model runs here, but not on the kernels that it was made for; the message says who asks for what."""
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+def warn_user(message: str, category: type[QomposeWarning] = QomposeWarning) -> None:
+    """Warn at the line of the user's code that called qompose, however deep in it the warning is made."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

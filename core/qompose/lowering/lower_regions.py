@@ -77,7 +77,7 @@ def lower(
     for name, (_, record) in parts.items():
         with in_method(name):
             if record.target == TORCH_TARGET.name:  # other runtimes may be on other machines
-                warn(tuple(objections(record)), stacklevel=2)
+                warn(tuple(objections(record)))
             say_what_fell_back(record, strict=strict)
     # A second copy, beside the one that was lowered: `compare` needs the program as it is now, and its owner
     # may go on to edit it.

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from qompose.backend.interface import Backend
-from qompose.errors import QomposeWarning, UserError, blaming
+from qompose.errors import UserError, blaming, warn_user
 from qompose.lowering.aoti_package import reason_of
 
 VARIABLE: Final = "QOMPOSE_NATIVE_CODE"
@@ -41,12 +40,10 @@ def with_or_without(
         return compile(backends)
     except Exception as error:
         result = compile(plain)
-        warnings.warn(
+        warn_user(
             f"C++ of {', '.join(concerned)} cannot be compiled into this program, which runs on torch's "
             f"operators instead: {reason_of(error)} native_code=False, or {VARIABLE}=0 in the environment, "
-            "compiles without it at once.",
-            QomposeWarning,
-            stacklevel=4,
+            "compiles without it at once."
         )
         return result
 

@@ -7,7 +7,6 @@ the machine must have to run it, too.
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from qompose.errors import (
     RequirementWarning,
     StageError,
     blaming,
+    warn_user,
 )
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.min_max import Observer
@@ -432,9 +432,9 @@ def notes_on(record: Record) -> tuple[str, ...]:
     return tuple(f"{owner} requires {listed(a)}" for owner, a in record.requirements.items())
 
 
-def warn(found: Collection[str], stacklevel: int) -> None:
+def warn(found: Collection[str]) -> None:
     """Say aloud that a model runs here, and not on the kernels that it was made for."""
     if found:
         lines = "".join(f"\n  - {line}" for line in found)
         message = f"This model was made for another machine, and may be slow on this one:{lines}"
-        warnings.warn(message, RequirementWarning, stacklevel=stacklevel + 1)
+        warn_user(message, RequirementWarning)

@@ -7,7 +7,6 @@ Stages log it in one line at INFO, and warn of what was requested and not done, 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch.fx import GraphModule
 from qompose.errors import (
     NothingQuantizedError,
     NotLoweredError,
-    QomposeWarning,
     StageError,
     UserError,
+    warn_user,
 )
 from qompose.plan.plan import UNREAD, Operator, Plan, Record, notes_on
 from qompose.program.control_flow import nodes_in
@@ -268,7 +267,7 @@ def say_if_nothing_was_quantized(plan: Plan, program: GraphModule, *, strict: bo
     message += f"\n{_shortened(lines)}" if lines else ""
     if strict:
         raise NothingQuantizedError(message)
-    warnings.warn(message, QomposeWarning, stacklevel=4)
+    warn_user(message)
 
 
 def say_if_all_was_dropped(record: Record) -> None:
@@ -277,23 +276,19 @@ def say_if_all_was_dropped(record: Record) -> None:
     if not claims or len(record.dropped) < len(claims):
         return
     lines = [_of_claim(record, number, reason) for number, reason in sorted(record.dropped.items())]
-    warnings.warn(
+    warn_user(
         f"Nothing was quantized: conversion followed none of all claims ({len(lines)}):\n"
-        f"{_shortened(lines)}",
-        QomposeWarning,
-        stacklevel=3,
+        f"{_shortened(lines)}"
     )
 
 
 def say_if_modes_were_lost(prepared: GraphModule) -> None:
     """Warn that torchao's functions for train and eval were called on a model that they do not change."""
     if "_exported_training" in vars(prepared):
-        warnings.warn(
+        warn_user(
             "torchao's move_exported_model_to_train, move_exported_model_to_eval or "
             "allow_exported_model_train_eval was called on this model, and did nothing: it was trained and "
-            "evaluated in the mode of its export. Import these from qompose, or call train() and eval().",
-            QomposeWarning,
-            stacklevel=3,
+            "evaluated in the mode of its export. Import these from qompose, or call train() and eval()."
         )
 
 
@@ -315,7 +310,7 @@ def say_what_fell_back(record: Record, *, strict: bool) -> None:
     message += "\n".join(f"  - {line}" for line in lines)
     if strict:
         raise NotLoweredError(message)
-    warnings.warn(message, QomposeWarning, stacklevel=3)
+    warn_user(message)
 
 
 def _of_claim(record: Record, number: int, reason: str) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import os
 import platform
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,10 +33,10 @@ from qompose.errors import (
     ExcludedBackendError,
     MissingBackendError,
     PluginError,
-    QomposeWarning,
     RequirementError,
     StageError,
     UserError,
+    warn_user,
 )
 from qompose.files import destination
 from qompose.json_codec import of_type, optional
@@ -242,7 +241,7 @@ def load(
             f"{stored.path} was made for another machine:{lines}\n"
             "Or load it with allow_mismatch=True: it runs without the kernels that it was made for."
         )
-    warn(found, stacklevel=2)
+    warn(found)
     if not stored.lowered or as_converted:
         return stored.of(stored.models)
     try:
@@ -263,7 +262,7 @@ def load(
         for line in _changes(name, stored.lowered[name], record)
     ):
         message = f"{path} was lowered again with other kernels than it was saved with:{changed}"
-        warnings.warn(message, QomposeWarning, stacklevel=2)
+        warn_user(message)
     return result
 
 
