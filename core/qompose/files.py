@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from uuid import uuid4
 
 from qompose.errors import UserError
@@ -20,7 +21,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _LONGEST = 32
-"""Characters of the place's name that a draft's name has of it, before and behind its last dot each."""
+"""Characters of a file's name that the folder of its draft is named after: names have a limit."""
 
 
 def destination(path: Path) -> Path:
@@ -42,24 +43,34 @@ def destination(path: Path) -> Path:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yield the name of a file beside `path`, which takes its place if all goes well, and is gone if not.
+    """Yield a file to write, which takes the place of `path` if all goes well, and is gone if not.
 
-    A symbolic link stays one, and the file to which it leads is replaced.
+    It has the name that `path` leads to, in a folder of its own: files that name one another, such as a
+    program and its weights, take their places beside `path` together, `path` itself last. A symbolic link
+    stays one, and the file to which it leads is replaced.
 
     Raises:
-        UserError: in that place is something else than a file.
+        UserError: in one of these places is something else than a file.
         OSError: nothing can be written there; it names `path`, not the draft.
     """
     place = destination(path)
-    # Names of files have a limit, which this one must not be the first to meet.
-    stem = place.stem[:_LONGEST]
-    draft = place.with_name(f".{stem}.{uuid4().hex}{place.suffix[-_LONGEST:]}")
+    folder = place.with_name(f".{place.name[:_LONGEST]}.{uuid4().hex}")
+    draft = folder / place.name
     try:
+        folder.mkdir()
         yield draft
-        draft.replace(place)
+        _take_places(draft, place)
     except OSError as error:
-        if error.filename in (str(draft), draft):
+        if Path(error.filename or "") in (folder, draft):
             raise OSError(error.errno, error.strerror, str(path)) from error  # of the same class
         raise
     finally:
-        draft.unlink(missing_ok=True)
+        rmtree(folder, ignore_errors=True)
+
+
+def _take_places(draft: Path, place: Path) -> None:
+    """Move a draft and what was written beside it; look at all places before the first is changed."""
+    others = sorted(set(draft.parent.iterdir()) - {draft})
+    places = [destination(place.with_name(other.name)) for other in others]
+    for file, target in zip([*others, draft], [*places, place], strict=True):
+        file.replace(target)

@@ -21,7 +21,7 @@ class TestDraft:
         path = tmp_path / "model.pte"
         path.write_text("old")
         with draft_of(path) as draft:
-            assert draft.suffix == ".pte"  # some writers add their own to other names
+            assert draft.name == "model.pte"  # some writers put it into the file, or add to it
             draft.write_text("new")
             assert path.read_text() == "old"
         assert path.read_text() == "new"
@@ -53,6 +53,36 @@ class TestDraft:
         assert list(tmp_path.iterdir()) == [path]
 
 
+class TestSeveralFiles:
+    """A program and what it names: all take their places, or nothing has happened."""
+
+    def test_what_was_written_beside_a_draft_is_beside_its_place(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.onnx"
+        with draft_of(path) as draft:
+            data = draft.with_name(f"{draft.name}.data")
+            draft.write_text(data.name)
+            data.write_text("weights")
+            assert len(list(tmp_path.iterdir())) == 1  # the folder
+        assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+        assert (tmp_path / path.read_text()).read_text() == "weights"
+
+    def test_nothing_is_replaced_where_one_place_is_no_file(self, tmp_path: Path) -> None:
+        path, blocked = tmp_path / "model.onnx", tmp_path / "model.onnx.data"
+        path.write_text("old")
+        blocked.mkdir()
+        with pytest.raises(UserError, match=r"model\.onnx\.data"), draft_of(path) as draft:
+            for name in ("model.onnx", "model.onnx.data", "model.onnx.a"):
+                draft.with_name(name).write_text("new")
+        assert path.read_text() == "old"
+        assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+
+    def test_a_failed_one_leaves_none_of_them(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError), draft_of(tmp_path / "model.onnx") as draft:
+            draft.with_name("model.onnx.data").write_text("weights")
+            raise ValueError
+        assert list(tmp_path.iterdir()) == []
+
+
 class TestDestination:
     """What a path means as a place to write."""
 
@@ -62,7 +92,7 @@ class TestDestination:
         real.write_text("old")
         link.symlink_to(real)
         with draft_of(link) as draft:
-            assert draft.parent == real.parent  # which may be on another disk than the link
+            assert draft.parent.parent == real.parent  # maybe on another disk than the link
             draft.write_text("new")
         assert link.is_symlink()
         assert real.read_text() == link.read_text() == "new"

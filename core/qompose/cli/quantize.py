@@ -132,7 +132,7 @@ def _lowered(options: Namespace) -> list[Path]:
 def _write(
     converted: GraphModule, output: Path, lowered: Any, found: Report, options: Namespace
 ) -> None:
-    """Write all files that are asked for, or none."""
+    """Write all files that are asked for, with those that a program has beside it, or none."""
     from qompose.storage.artifact import save
 
     if options.lowered is not None and not callable(getattr(lowered, "save", None)):
@@ -141,10 +141,15 @@ def _write(
         )
     files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
     files += [(options.html, found.save)] if options.html else []
+    written = []
     with ExitStack() as drafts:
         for path, write in files:
-            write(drafts.enter_context(draft_of(path)))
-    for path, _ in files:
+            draft = drafts.enter_context(draft_of(path))
+            write(draft)
+            beside = sorted(other.name for other in draft.parent.iterdir() if other != draft)
+            place = destination(path) if path.is_symlink() else path
+            written += [path, *map(place.with_name, beside)]
+    for path in written:
         say(f"wrote {path} ({path.stat().st_size:,} bytes)")
 
 

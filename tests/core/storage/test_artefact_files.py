@@ -301,7 +301,8 @@ class TestFiles:
         assert f"{path.name} cannot be written" in done.stdout, done.stderr
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert path.read_bytes() == before
-        (draft,) = {*path.parent.iterdir()} - {path}
+        (folder,) = {*path.parent.iterdir()} - {path}
+        (draft,) = folder.iterdir()
         assert draft.read_bytes() == b"half", "what the full disk left is gone"
 
     def test_savers_at_once_leave_one_whole_file(self, path: Path) -> None:
