@@ -23,6 +23,8 @@ FUSED: Final = frozenset(
     }
 )  # fmt: skip
 """The products that ONNX Runtime fuses; "QLinear" begins the names of all other operators."""
+CONVERSIONS: Final = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"})
+"""What turns floats into integers and back, and is no operator of the model."""
 PRODUCTS: Final = frozenset({"Conv", "MatMul", "Gemm", "FusedMatMul", "FusedGemm", "FusedConv"})
 _FLOATS: Final = frozenset(
     {"DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", WEIGHT_ONLY}
@@ -63,11 +65,21 @@ def in_onnx_runtime(optimized: Path, origins: Mapping[str, str]) -> Executed:
         integers = _integers(graph)
         for node in graph.node:
             counts[node.op_type] += 1
-            origin = origins.get(_NUMBER.sub("", node.name))
+            origin = _origin(node, origins)
             if origin is not None:
                 reads = bool(node.input) and node.input[0] in integers
                 found.setdefault(origin, []).append((node.op_type, reads))
     return Executed({name: tuple(ops) for name, ops in found.items()}, dict(counts))
+
+
+def _origin(node: onnx.NodeProto, origins: Mapping[str, str]) -> str | None:
+    """Return the program's node that a node of ONNX Runtime's graph is of: by its name, else by its output's.
+
+    Fusions put a word of their own behind the name, such as "/MatMulAddFusion"; outputs keep theirs.
+    """
+    name = _NUMBER.sub("", node.name)
+    names = (name, name.partition("/")[0], *node.output)
+    return next((origins[known] for known in names if known in origins), None)
 
 
 def in_openvino(compiled: Any, origins: Mapping[str, str]) -> Executed:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from qompose_onnx.export import export
 from qompose_onnx.fused_graph import (
     COMPRESSED,
+    CONVERSIONS,
     FUSED,
     MOVED,
     PRODUCTS,
@@ -98,7 +99,7 @@ def _finished(
     kernels, fallbacks = {}, {}
     for claim, nodes in _claims(exported).items():
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]
-        own = [(name, reads) for name, reads in left if not name.endswith("QuantizeLinear")]
+        own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
         fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
         if not own and any(map(_multiplies, nodes)):
             fallbacks[claim] = f"{runtime} does not tell what became of it"

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reports say of the graph that a runtime executes."""
+
+from __future__ import annotations
+
+import pytest
+import qompose
+import torch
+from qompose.backend import load_backend
+from qompose_onnx import get_onnx_quantization_config as config
+from torch import nn
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 3, 32)], ids=str)
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_linear_whose_bias_is_fused_with_it_is_traced(
+    shape: tuple[int, ...], group_size: int | None
+) -> None:
+    """ONNX Runtime fuses MatMul and Add of two dimensions, and gives the result a name of its own."""
+    x = torch.randn(shape)
+    options = {"group_size": group_size} if group_size else {}
+    quantizer = qompose.RuleQuantizer(load_backend("onnx"))
+    quantizer.set_module_name("0", config(weight_only=True, **options))
+    result = qompose.quantize(
+        nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4)).eval(), (x,), backends=quantizer,
+        target="onnxruntime", strict=True, progress=False,
+    )  # fmt: skip
+    rows = result.report.rows
+    assert [row.kernel for row in rows] == ["MatMulNBits", ""]
+    assert "ONNX Runtime: Gemm" in rows[1].reason
