@@ -47,6 +47,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/algorithms",
             "docs/tuning",
             "docs/compiling",
+            "docs/methods",
             "docs/artefacts",
             "docs/interop",
             "docs/command-line",
@@ -55,7 +56,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/*",
         ),
     ),
-    ("Backends", ("docs/xnnpack", "docs/x86", "docs/embedding", "plugins/*/README")),
+    ("Backends", ("docs/xnnpack", "docs/x86", "docs/embedding", "docs/onnx", "plugins/*/README")),
     ("What each supports", ("docs/support/*",)),
     (
         "Reference",
