@@ -179,16 +179,15 @@ class UncalibratedError(UserError):
 
 
 class UnlearnedError(UserError):
-    """Algorithms that learn from calibration data had none; `products` has how many wait, by word."""
+    """Algorithms that learn from calibration data had none; `products` has their number, by algorithm."""
 
     def __init__(self, products: Mapping[str, int]) -> None:
         self.products = dict(products)
         listed = ", ".join(f"{word} of {number} products" for word, number in products.items())
         super().__init__(
-            f"{listed} learns from data, one part of the program after another: call "
-            "qompose.calibrate(prepared, batches) before convert_pt2e. Running the model on each batch is "
-            "not enough, nor are statistics that were merged, or taken without it; or pass "
-            "allow_uncalibrated=True, which rounds to nearest."
+            f"{listed} needs calibration data: call qompose.calibrate(prepared, batches) before "
+            "convert_pt2e. Running the model on each batch or applying merged statistics is not enough. "
+            "allow_uncalibrated=True rounds to nearest instead."
         )
 
 

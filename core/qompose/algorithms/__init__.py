@@ -83,7 +83,7 @@ OWN: tuple[Algorithm, ...] = (
     SignRound(),
     BiasCorrection(),
 )
-"""qompose's, in the order in which stages ask them; those of other packages come after GPTQ."""
+"""qompose's, in the order in which stages ask them; those of other packages come before bias correction."""
 
 
 def algorithms_of(claims: Iterable[Claim]) -> Algorithms:

@@ -45,7 +45,7 @@ class LearnedWeight:
     Attributes:
         path: of the parameter.
         line: what the report says of it.
-        scale_before, zero_point_before: what it was learned from; with others it is of no use.
+        scale_before, zero_point_before: the parameters it was learned with; not valid for others.
         scale, zero_point: those that it has now.
         integers: in the shape of the weight.
     """

@@ -113,7 +113,7 @@ class _Outputs:
 
     @classmethod
     def of(cls, product: RoundedWeight, apart: int) -> _Outputs:
-        """Return every so manyth output."""
+        """Return every `apart`-th output."""
         values = product.values
         taps = max(1, values.numel() // (values.shape[0] * values.shape[1]))
         places = torch.arange(0, len(values) * taps, apart, device=values.device)

@@ -48,7 +48,7 @@ from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
 
 _RATE = 0.3
-"""Twice as far as an offset travels whose gradient keeps its sign."""
+"""The first step; an offset whose gradient keeps its sign moves half as far in total."""
 _RATE_OF_RANGES, _PARTS = 0.05, (0.5, 1.2)
 """How much slower ranges move, and how small and large a part of what they were they may become."""
 _HELD_BACK = 4

@@ -117,7 +117,7 @@ def add_quantizer(parser: ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--on-conflict", choices=("priority", "error", "first"),
         help="with --backend: who gets operators that several want (default: priority, the first backend "
-        "that can take them; error: nobody; first: as priority, and no annotation of another is changed)",
+        "that can take them; error: fail; first: like priority, but keep earlier annotations)",
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def _share_state(steps: dict[str, Step]) -> None:
     """Let the methods of one program share state and equal parameters, in place."""
     models = {name: step.model for name, step in steps.items()}
     states = {name: step.record.state for name, step in steps.items()}
-    state, differing = share_state(models, states), share_constants(models, states)
+    shared, differing = share_state(models, states), share_constants(models, states)
     note = (
         f"weights that differ between methods, so that each method stores its own: "
         f"{_list({*differing})}. Algorithms and bias rounding depend on what each method was calibrated with"
@@ -119,7 +119,7 @@ def _share_state(steps: dict[str, Step]) -> None:
         plan = step.record.plan
         record = replace(
             step.record,
-            state={path: state[path] for path in step.record.state},
+            state=shared[name],
             methods=tuple(steps),
             plan=replace(plan, notes=(*plan.notes, note)) if differing else plan,
         )

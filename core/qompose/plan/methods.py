@@ -81,9 +81,7 @@ def states_of(models: Mapping[str, GraphModule]) -> dict[str, State]:
     return {name: model.meta[META_KEY].state for name, model in models.items()}
 
 
-def share_state(
-    models: Mapping[str, GraphModule], states: Mapping[str, State]
-) -> dict[str, Tensor]:
+def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) -> dict[str, State]:
     """Let buffers of one path that a model writes to be one tensor in all models, in place.
 
     It has its exported values, in a copy of the models' own.
@@ -93,7 +91,7 @@ def share_state(
         states: by method, the exported values of the buffers that it writes to.
 
     Returns:
-        the exported values of the shared buffers, by path.
+        what `states` was, with one tensor for each path.
 
     Raises:
         UserError: a buffer that one method writes to has another shape, type or initial value in another
@@ -112,7 +110,7 @@ def share_state(
     for method, model in models.items():
         for path in shared.keys() & held[method].keys():
             set_attribute(model, path, shared[path])
-    return state
+    return {name: {path: state[path] for path in own} for name, own in states.items()}
 
 
 def share_constants(

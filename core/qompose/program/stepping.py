@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Given:
-    """What is sent to a program to have its readers take another value than it computed."""
+    """Sent into the generator to replace the value just computed."""
 
     value: Any
 

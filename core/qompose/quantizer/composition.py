@@ -181,7 +181,7 @@ def compose(*members: QuantizerLike, on_conflict: str = PRIORITY) -> ComposableQ
 
     Args:
         members: quantizers, also of other engines; installed backends by name, each with its default
-            configuration (`"xnn"`) or another of its own (`"xnn:dynamic per-channel"`); and lists of these.
+            configuration (`"mine"`) or another of its own (`"mine:dynamic"`); and lists of these.
         on_conflict: "priority"; "error" where members may not want the same operators; or "first" where a
             member may not change another's annotations, and is not to fail for it: see
             `ComposableQuantizer`.

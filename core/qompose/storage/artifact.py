@@ -41,7 +41,14 @@ from qompose.errors import (
 from qompose.files import destination
 from qompose.json_codec import of_type, optional
 from qompose.lowering.lower_regions import attach_records, with_kernels
-from qompose.plan.methods import ONLY, check_methods, in_method, share_constants, share_state
+from qompose.plan.methods import (
+    ONLY,
+    check_methods,
+    in_method,
+    share_constants,
+    share_state,
+    states_of,
+)
 from qompose.plan.plan import Plan, Record, attach, objections, record_of, warn
 from qompose.program.graph import copies_of, copy_graph_module
 from qompose.program.meta import META_KEY
@@ -147,13 +154,11 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
 def _sharing(models: Mapping[str, GraphModule]) -> dict[str, GraphModule]:
     """Return copies of models that have one tensor for what is the same in several."""
     copies = {name: copy_graph_module(model) for name, model in models.items()}
-    records: dict[str, Record] = {name: model.meta[META_KEY] for name, model in models.items()}
-    states = {name: record.state for name, record in records.items()}
-    state = share_state(copies, states)
+    states = share_state(copies, states_of(models))
     share_constants(copies, states)
-    for name, record in records.items():
-        own = {path: state[path] for path in record.state}
-        copies[name].meta = {**models[name].meta, META_KEY: replace(record, state=own)}
+    for name, model in models.items():
+        record = replace(model.meta[META_KEY], state=states[name])
+        copies[name].meta = {**model.meta, META_KEY: record}
     return copies
 
 

@@ -102,7 +102,7 @@ def _finished(
         own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
         fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
         if not own and any(map(_multiplies, nodes)):
-            fallbacks[claim] = f"{runtime} does not tell what became of it"
+            fallbacks[claim] = f"{runtime} does not report how it runs this operator"
         elif fused is not None:
             kernels[claim] = fused if fused == OPENVINO_WEIGHTS else kernel or fused
         else:

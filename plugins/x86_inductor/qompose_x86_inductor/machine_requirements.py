@@ -23,7 +23,7 @@ ANY: Final = "avx2"
 def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
     """Return what `Backend.requirements` does: {"isa": "vnni"} or {"isa": "avx2"}, nothing without products.
 
-    Weight-only products are computed in float, so they require nothing.
+    Weight-only products have a form for every processor, so they require nothing.
     """
     weights = [
         use.specs["weight"] for use in uses if use.mode != "weight-only" and "weight" in use.specs

@@ -41,7 +41,7 @@ class ConfigOptions:
     Attributes:
         is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
         is_dynamic: quantize activations when the model runs; outputs stay in float.
-        weight_only: quantize weights alone; the arithmetic is float.
+        weight_only: quantize weights alone; activations stay in float.
         is_per_channel: give every output channel of a weight its own scale.
         per_token: give each row of a dynamic activation a scale of its own.
         act_qmin, act_qmax: bounds of the activations' integers. None: those of the factory.

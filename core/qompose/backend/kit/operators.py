@@ -42,7 +42,7 @@ def register_operator(
         layout: the tag that tells compilers which strides of arguments are accepted.
 
     Raises:
-        ConfigError: `dtypes` names what is not an argument.
+        ConfigError: `dtypes` names an unknown argument.
         TypeError: when the operator is called, for a tensor whose dtype is not in `dtypes`.
     """
     namespace, _, short = name.partition("::")
