@@ -30,3 +30,16 @@ def test_a_linear_whose_bias_is_fused_with_it_is_traced(
     rows = result.report.rows
     assert [row.kernel for row in rows] == ["MatMulNBits", ""]
     assert "ONNX Runtime: Gemm" in rows[1].reason
+
+
+@pytest.mark.full
+def test_what_openvino_computes_in_a_loop_in_float_is_not_counted_as_int8() -> None:
+    pytest.importorskip("openvino")
+    x = torch.randn(2, 3, 8, 8)
+    result = qompose.quantize(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.Conv2d(4, 4, 1)).eval(), (x,),
+        backends=["onnx"], calibration=[(x,)], target="openvino", strict=True, progress=False,
+    )  # fmt: skip
+    rows = [(row.state, row.kernel) for row in result.report.rows]
+    product = ("int8 kernel", "OpenVINO int8")
+    assert rows == [product, ("float kernel on integers", "OpenVINO Subgraph"), product]

@@ -29,6 +29,7 @@ PRODUCTS: Final = frozenset({"Conv", "MatMul", "Gemm", "FusedMatMul", "FusedGemm
 _FLOATS: Final = frozenset(
     {"DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", WEIGHT_ONLY}
 )
+SUBGRAPH: Final = "Subgraph"
 COMPRESSED: Final = " of compressed weights"
 _EIGHT_BITS: Final = ("u8", "i8")
 _COMPRESSED: Final = ("u4", "i4", *_EIGHT_BITS)

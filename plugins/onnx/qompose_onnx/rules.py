@@ -19,7 +19,7 @@ from qompose_onnx import guards
 from qompose_onnx.configs import GROUP_SIZES
 from qompose_onnx.fused_graph import MOVED, WEIGHT_ONLY
 from qompose_onnx.regions import for_runtimes, mean_over_image
-from qompose_onnx.runtimes import OPENVINO, OPENVINO_INT8, OPENVINO_WEIGHTS
+from qompose_onnx.runtimes import OPENVINO, OPENVINO_INT8, OPENVINO_LOOP, OPENVINO_WEIGHTS
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ DYNAMIC: Final = {
 def _kernels(
     *names: str,
     emit: Callable[[Region], None] | None = None,
-    openvino: str = OPENVINO_INT8,
+    openvino: Sequence[str] = (OPENVINO_INT8, OPENVINO_LOOP),
     **facts: Any,
 ) -> dict[str, Kernel]:
     """Return the kernel on each target.
@@ -59,14 +59,18 @@ def _kernels(
     Args:
         names: of what ONNX Runtime may make of a region.
         emit: rewrites the region in place for the runtimes to fuse.
-        openvino: the same on OpenVINO; "": it computes in float.
+        openvino: the same on OpenVINO; (): it computes in float. Without a product beside it, a loop.
         facts: of the kernels.
     """
-    last, *others = (Kernel(name, emit, **facts) for name in reversed(names))
-    for kernel in others:
-        last = replace(kernel, otherwise=last)
-    found = {"onnx": last, "onnxruntime": last}
-    return {**found, OPENVINO: Kernel(openvino, emit, **facts)} if openvino else found
+
+    def chain(names: Sequence[str]) -> Kernel:
+        first, *others = names
+        kernel = Kernel(first, emit, **facts)
+        kernel = replace(kernel, float_arithmetic=True) if first == OPENVINO_LOOP else kernel
+        return replace(kernel, otherwise=chain(others)) if others else kernel
+
+    found = dict.fromkeys(("onnx", "onnxruntime"), chain(names))
+    return {**found, OPENVINO: chain(openvino)} if openvino else found
 
 
 BOUNDED: Final = kit.any_of("hardtanh", kit.HARDTANH, kit.RELU6)
@@ -85,7 +89,7 @@ def _products() -> Iterator[Rule]:
             integer_bias=True,
             accepts=STATIC,
             guard=(guards.matrix,) if linear else (),
-            kernels=_kernels(*names, emit=for_runtimes),
+            kernels=_kernels(*names, emit=for_runtimes, openvino=(OPENVINO_INT8,)),
         )
 
 
@@ -104,10 +108,10 @@ def _linear(name: str, mode: str, kernels: dict[str, Kernel], accepts: dict[str,
 
 
 _DYNAMIC: Final = _kernels(
-    "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger", openvino="", float_output=True
+    "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger", openvino=(), float_output=True
 )
 _WEIGHT_ONLY: Final = _kernels(
-    WEIGHT_ONLY, openvino=OPENVINO_WEIGHTS, float_output=True, float_arithmetic=True
+    WEIGHT_ONLY, openvino=(OPENVINO_WEIGHTS,), float_output=True, float_arithmetic=True
 )
 
 
@@ -117,7 +121,10 @@ def _binary(name: str, after: Sequence[kit.Step] = ()) -> Rule:
         after=after,
         accepts=STATIC,
         guard=(kit.computed_factors, guards.not_after_linear),
-        kernels=_kernels(f"QLinear{name.capitalize()}", emit=for_runtimes if after else None),
+        kernels=_kernels(
+            f"QLinear{name.capitalize()}",
+            emit=for_runtimes if after else None,
+        ),
     )
 
 

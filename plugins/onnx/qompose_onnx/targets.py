@@ -19,6 +19,7 @@ from qompose_onnx.fused_graph import (
     FUSED,
     MOVED,
     PRODUCTS,
+    SUBGRAPH,
     Executed,
     in_onnx_runtime,
     in_openvino,
@@ -30,6 +31,7 @@ from qompose_onnx.runtimes import (
     ONNXRUNTIME,
     OPENVINO,
     OPENVINO_INT8,
+    OPENVINO_LOOP,
     OPENVINO_WEIGHTS,
     OnnxRuntimeSession,
     OpenVinoSession,
@@ -104,7 +106,7 @@ def _finished(
         if not own and any(map(_multiplies, nodes)):
             fallbacks[claim] = f"{runtime} does not report how it runs this operator"
         elif fused is not None:
-            kernels[claim] = fused if fused == OPENVINO_WEIGHTS else kernel or fused
+            kernels[claim] = fused if fused in _IN_FLOAT else kernel or fused
         else:
             operators = ", ".join(dict.fromkeys(name for name, _ in own))
             fallbacks[claim] = f"{runtime} computes {operators} in float"
@@ -113,11 +115,16 @@ def _finished(
     return Finished(program, kernels, fallbacks, _remarks(exported, found, runtime), (note,))
 
 
+_IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
+
+
 def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
     """Return the kernel of the operators that are left of a region, None where they compute in float."""
     for name, _ in own:
         if name in FUSED or name.startswith("QLinear"):
             return name
+    if own and all(name == SUBGRAPH for name, _ in own):
+        return OPENVINO_LOOP
     if all(reads and name not in PRODUCTS for name, reads in own):
         return MOVED
     compressed = any(name.endswith(COMPRESSED) for name, _ in own)
