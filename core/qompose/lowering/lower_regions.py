@@ -492,7 +492,7 @@ def _settled(step: Step, finished: Finished) -> tuple[dict[int, str], dict[int, 
     reasons = {
         number: finished.fallbacks.get(number)
         or _remark(number, step.record.plan, finished.remarks)
-        or f"the target took no {name}"
+        or (name if name == _WITHOUT_KERNELS else f"the target took no {name}")
         for number, name in step.left.items()
     }
     both = {**step.fallbacks, **reasons}

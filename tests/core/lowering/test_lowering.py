@@ -21,6 +21,7 @@ from qompose.backend import (
     on_integers,
 )
 from qompose.errors import ConfigError, MemberError, NotLoweredError, TargetError
+from qompose.lowering.lower_regions import check_target
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -327,6 +328,83 @@ class TestMembersThatOnlyAnnotate:
         converted = convert(PROGRAM, foreign.By(takes_second), X)
         with pytest.raises(TargetError, match=r"tests\.By only annotates"):
             qompose.lower(converted)
+
+
+class TestTargetsThatReadQDQ:
+    """What members that only annotate have claimed is left to the runtime, which says what became of it."""
+
+    @staticmethod
+    def converted(said: Finished | None = None, *, alone: bool = False) -> GraphModule:
+        """A model of two linears: the second is a foreign member's, the first, unless `alone`, a toy's."""
+
+        def finish(module: GraphModule, signature: CallSignature) -> Finished:
+            FINISHED[:] = [module]
+            return replace(said, model=module) if said else Finished(module)
+
+        target = Target("device", finish, reads_qdq=True)
+        rules = linear_for(device=Kernel("toy linear", emit_linear))
+        member = toy(rules, targets=(target,))
+        if alone:
+            member.set_global(None)
+        return convert(PROGRAM, qompose.compose(foreign.By(takes_second), member), X)
+
+    def test_the_runtime_says_what_it_fused(self) -> None:
+        model = self.converted(Finished(None, {0: "QGemm"}))
+        lowered = qompose.lower(model, "device", strict=True)
+        rows = {row.name: row.kernel for row in qompose.report(lowered).rows if row.kernel}
+        assert rows == {"linear": "toy linear", "linear_1": "QGemm"}
+        assert torch.equal(lowered(X), model(X))
+
+    def test_it_gets_their_quantize_and_dequantize_operators(self) -> None:
+        qompose.lower(self.converted(Finished(None, {0: "QGemm"})), "device")
+        (module,) = FINISHED
+        (second,) = nodes_calling(module, "linear.default")[-1:]
+        assert all("dequantize" in str(source.target) for source in second.all_input_nodes[:2])
+        assert all("quantize_per_tensor" in str(reader.target) for reader in second.users)
+
+    @pytest.mark.parametrize(
+        ("said", "reason"),
+        [
+            (
+                Finished(None, fallbacks={0: "it computes Gemm in float"}),
+                "it computes Gemm in float",
+            ),
+            (None, "its quantizer only annotates, and has no kernels"),
+        ],
+        ids=["says", "is silent"],
+    )
+    def test_what_it_does_not_fuse_is_simulated_with_a_reason(
+        self, said: Finished | None, reason: str
+    ) -> None:
+        converted = self.converted(said)
+        with pytest.warns(QomposeWarning, match="linear_1"):
+            lowered = qompose.lower(converted, "device")
+        (row,) = (row for row in qompose.report(lowered).rows if row.name == "linear_1")
+        assert (row.state, row.reason) == ("simulated (Q/DQ)", reason)
+        with pytest.raises(NotLoweredError, match="linear_1"):
+            qompose.lower(converted, "device", strict=True)
+
+    def test_a_member_that_brings_the_runtime_is_enough(self) -> None:
+        """Another target of the same composition refuses: nobody has a kernel for it."""
+        converted = self.converted(Finished(None, {0: "QGemm"}), alone=True)
+        lowered = qompose.lower(converted, "device", strict=True)
+        assert [row.kernel for row in qompose.report(lowered).rows if row.kernel] == ["QGemm"]
+        with pytest.raises(TargetError, match="only annotates"):
+            qompose.lower(converted)
+
+    def test_quantize_knows_it_before_data(self) -> None:
+        """`strict` refuses members without kernels at once, but not where the runtime takes their regions."""
+        finish = lambda module, signature: Finished(module, {0: "QGemm"})  # noqa: E731
+        for reads_qdq in (True, False):
+            target = Target("device", finish, reads_qdq=reads_qdq)
+            rules = linear_for(device=Kernel("toy linear", emit_linear))
+            members = qompose.compose(foreign.By(takes_second), toy(rules, targets=(target,)))
+            prepared = qompose.prepare_pt2e(PROGRAM, members)
+            if reads_qdq:
+                check_target(prepared, "device", strict=True)
+            else:
+                with pytest.raises(NotLoweredError, match="linear_1"):
+                    check_target(prepared, "device", strict=True)
 
 
 def test_a_model_without_claims_lowers_to_itself() -> None:
