@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 
 from qompose_onnx.constants import fit_constants
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.fused_graph import origins_of
+from qompose_onnx.shifts import SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
 
 quantized = torch.ops.quantized_decomposed
@@ -44,17 +46,19 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
             module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
         )
         _check_operators(program)
+        by_numbers(_calls(program))
         try:
             made = torch.onnx.export(
                 program,
                 dynamo=True,
                 verbose=False,
                 opset_version=_opset(program),
-                custom_translation_table=dict(TRANSLATIONS),
+                custom_translation_table={**TRANSLATIONS, **SHIFTS},
             )
         except torch.onnx.OnnxExporterError as error:
             raise ONNXTargetError(_why(error, program)) from error
     assert made is not None and made.exported_program is not None  # without a file, it is returned
+    _check_shifts(made.model, made.exported_program)
     fit_constants(made.model, _of_four_bits(made.exported_program))
     return made.model, made.exported_program
 
@@ -88,6 +92,19 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{_place(node)}: DynamicQuantizeLinear gives uint8 in [0, 255], not {node.args[1:3]}. "
                 "Choose a dynamic configuration with uint8 activations"
             )
+
+
+def _check_shifts(model: ir.Model, program: ExportedProgram) -> None:
+    """Raise for shifts that are still ONNX's, on which runtimes do not agree."""
+    shifts = [node.name or "" for node in model.graph.all_nodes() if node.op_type == "BitShift"]
+    if shifts:
+        origins = origins_of(model)
+        names = {origins.get(name, name) for name in shifts}
+        places = [_place(node) for node in _calls(program) if node.name in names]
+        raise ONNXTargetError(
+            f"{', '.join(places or sorted(names))}: runtimes do not agree on shifts whose bits a tensor "
+            "says. Shift by a number, not in place, or multiply and divide by powers of two"
+        )
 
 
 def _why(error: Exception, program: ExportedProgram) -> str:
