@@ -100,10 +100,12 @@ def learn(
     """
     plan: Plan = prepared.meta[META_KEY].plan
     if written := sorted(written_buffers(prepared.graph)):
+        learning = algorithms_of(plan.claims).learning(plan.claims)
+        words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
-            f"the program writes to its buffers ({', '.join(written)}), so that what it gives for a batch "
-            "depends on those before it, and algorithms cannot learn of it part by part: leave those that "
-            "learn from data out of algorithms="
+            f"{words}: the program writes to its buffers ({', '.join(written)}), so that what it gives for a "
+            "batch depends on those before it, and nothing can be learned of it part by part. Leave "
+            f"{words} out of algorithms="
         )
     bind = binder(prepared)
     given = [run_batch(bind, batch, transform, number) for number, batch in batches]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -72,7 +73,9 @@ def each_method(
     for name, model in models.items():
         with in_method(name):
             done[name] = stage(model)
-    share_state(done, states_of(done))
+    for name, state in share_state(done, states_of(done)).items():
+        meta = done[name].meta
+        meta[META_KEY] = replace(meta[META_KEY], state=state)
     return done
 
 
@@ -91,7 +94,7 @@ def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
         states: by method, the exported values of the buffers that it writes to.
 
     Returns:
-        what `states` was, with one tensor for each path.
+        what `states` was, with one tensor for each path, and with what a method reads that another writes to.
 
     Raises:
         UserError: a buffer that one method writes to has another shape, type or initial value in another
@@ -110,7 +113,10 @@ def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
     for method, model in models.items():
         for path in shared.keys() & held[method].keys():
             set_attribute(model, path, shared[path])
-    return {name: {path: state[path] for path in own} for name, own in states.items()}
+    return {
+        name: {path: state[path] for path in state if path in own or path in held[name]}
+        for name, own in states.items()
+    }
 
 
 def share_constants(

@@ -29,6 +29,7 @@ from qompose.program.graph import (
     constant_of,
     copies_of,
     get_attribute,
+    holds,
     module_path,
     owner_of,
     set_attribute,
@@ -133,10 +134,12 @@ def isolate(exported: GraphModule) -> dict[str, Tensor]:
 def restore_written(model: GraphModule, state: Mapping[str, Tensor]) -> None:
     """Give buffers that the program writes to their exported values, in copies of the model's own.
 
-    So neither the caller's model nor a converted one keeps what calibration wrote.
+    So neither the caller's model nor a converted one keeps what calibration wrote. A buffer that conversion
+    made a quantized constant of, where only another method writes to it, is not brought back.
     """
     for path, value in copies_of(state).items():
-        set_attribute(model, path, value)
+        if holds(model, path):
+            set_attribute(model, path, value)
 
 
 _VALUES = 64

@@ -267,7 +267,7 @@ class Record:
     `findings` those whose statistics look wrong.
     `requirements` is what owners ask of the machine that is to run the model.
     `bytes` and `file_bytes` are those of all parameters and buffers, in memory and in a file.
-    `state` has the exported values of the buffers that the program writes to, by path.
+    `state` has the exported values of the buffers that the program, or another method of it, writes to.
     `methods` are the names of the methods that a lowered model was lowered with, where it is one of several.
     `fingerprint` is of the exported program's parameters (`qompose.plan.operator_ids`).
     `backends` are live objects, by the owners of claims.

@@ -71,6 +71,9 @@ class RuleQuantizer(Quantizer):
 
     Selectors take a configuration by its name, too: `set_global("static per-channel")`. A mode stands for
     the backend's first configuration of that mode.
+
+    Raises:
+        ConfigError: `backend` is not a `Backend`.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -467,7 +467,10 @@ def fits_bits(spec: QuantizationSpecBase, bits: int) -> bool:
     """Tell whether the integers have at most so many bits, and an observer estimates their scale."""
     if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
         return False
-    low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+    try:
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+    except ConfigError:  # bounds outside the type are the affair of another engine's observer
+        return False
     return high - low < 1 << bits
 
 

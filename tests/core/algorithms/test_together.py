@@ -172,7 +172,7 @@ def test_in_place() -> None:
 def test_capabilities_know_them() -> None:
     quantizer = toy(LINEAR, config=replace(ALL, name="mended"))
     listed = quantizer.quantization_capabilities()
-    (row,) = (row for row in listed.to_dict() if row["config"] == "mended")
+    (row,) = (row for row in listed.to_dict()["rows"] if row["config"] == "mended")
     assert row["settings"]["algorithms"] == list(ALGORITHM_WORDS)
     assert listed.supports("linear", ALL)
     assert listed.supports("linear", replace(ALL, algorithms=()))

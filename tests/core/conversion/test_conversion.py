@@ -230,7 +230,7 @@ TOKENS = replace(
     observer_or_fake_quant_ctr=PerChannelMinMaxObserver,
 )  # fmt: skip
 PER_TOKEN = QuantizationConfig(TOKENS, None, STATIC.weight, name="per token")
-INT4 = QuantizationConfig(None, None, GROUPS, name="int4 groups")
+INT4 = QuantizationConfig(None, None, GROUPS, name="int4 groups", algorithms=())
 LAYERS = {
     "static": STATIC, "dynamic": DYNAMIC, "tokens": PER_TOKEN, "weights": WEIGHT_ONLY,
     "groups": INT4, "plain": None,

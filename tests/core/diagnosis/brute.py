@@ -23,8 +23,10 @@ def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
     kept = set(claims)
 
     class Only(qparams_solver.QParamsSolver):
-        def __init__(self, model: GraphModule, plan: qompose.plan.Plan) -> None:
-            super().__init__(model, plan)
+        def __init__(
+            self, model: GraphModule, plan: qompose.plan.Plan, unlearned: bool = False
+        ) -> None:
+            super().__init__(model, plan, unlearned)
             others = set(range(len(plan.claims))) - kept
             self.dropped.update(dict.fromkeys(others, "switched off"))
 

@@ -123,6 +123,34 @@ class TestStages:
             qompose.prepare_pt2e({}, toy(LINEAR))
 
 
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.seen.sum()
+
+
+class TestAMethodThatOnlyReads:
+    def test_begins_with_the_exported_values_at_every_stage(self) -> None:
+        programs = {"token": export(memory(), *TOKENS[0]), "read": export(Reads(), PROMPT[0])}
+        prepared = qompose.prepare_pt2e(programs, toy(LINEAR, config=DYNAMIC))
+        with torch.no_grad():
+            prepared["token"](*TOKENS[0])
+            assert prepared["read"].seen.any()
+            alone = qompose.convert_pt2e(prepared["read"])
+            assert not alone.seen.any()
+            converted = qompose.convert_pt2e(prepared)
+            assert not converted["read"].seen.any()
+            converted["token"](*TOKENS[0])
+            assert converted["read"].seen.any()
+            lowered = qompose.lower(converted)
+        assert not lowered["read"].seen.any()
+        assert lowered["read"].seen is lowered["token"].seen
+
+
 class TestCompiled:
     def test_methods_are_compiled_with_one_state(self, converted: Any) -> None:
         lowered = qompose.lower(converted)

@@ -273,4 +273,4 @@ def test_where_they_are_taken(function: Callable[[nn.Module, Tensor], Tensor], t
 
 
 def test_capabilities_say_so() -> None:
-    assert toy(CLONE).quantization_capabilities().to_dict()[0]["carries"] is True
+    assert toy(CLONE).quantization_capabilities().to_dict()["rows"][0]["carries"] is True

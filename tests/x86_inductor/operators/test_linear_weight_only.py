@@ -103,15 +103,25 @@ def test_zero_points_of_groups(seed: int, group: int) -> None:
 class TestFixedPoint:
     @MODEST
     @given(seeds, st.sampled_from([1e-20, 1.0, 1e20]), st.booleans())
-    def test_digits_are_the_row_to_24_bits(self, seed: int, size: float, outlier: bool) -> None:
+    def test_digits_are_the_row(self, seed: int, size: float, outlier: bool) -> None:
+        """To 24 bits of each number, and 32 of the largest."""
         torch.manual_seed(seed)
         rows = torch.randn(4, 9) * size
         rows[:, 3] *= 1e4 if outlier else 1.0
         digits, scale = linear_weight_only._planes(rows)
-        places = 256.0 ** torch.arange(2, -1, -1).double()
-        whole = ((digits.double() - 128).view(3, 4, 9) * places[:, None, None]).sum(0)
+        places = 256.0 ** torch.arange(3, -1, -1).double()
+        whole = ((digits.double() - 128).view(4, 4, 9) * places[:, None, None]).sum(0)
         error = (whole * scale.double() - rows.double()).abs()
-        assert (error <= rows.abs().amax(1, keepdim=True) * 2.0**-23).all()
+        largest = rows.abs().amax(1, keepdim=True)
+        assert (error <= rows.abs() * 2.0**-22 + largest * 2.0**-31).all()
+
+    @pytest.mark.parametrize("value", [1e3, 1e5, 1e6])
+    def test_small_inputs_beside_a_large_one_that_no_weight_reads(self, value: float) -> None:
+        x, weight, scales, bias = operands("int8")
+        weight[:, 0], small = 0, x.clone()
+        x[:, 0] = value
+        found, exact = (OPS.linear_int8_weight(each, weight, scales, bias) for each in (x, small))
+        assert 20 * torch.log10(exact.norm() / (found - exact).norm()) > 70
 
     @pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
     def test_extreme_rows(self, value: float) -> None:

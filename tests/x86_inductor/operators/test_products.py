@@ -144,6 +144,16 @@ def _calls() -> dict[str, tuple[Any, ...]]:
         "avg_pool2d": (x, 0.1, 3, [3, 2], [2, 2], [1, 1], False, True, None, 0.2, 1, torch.int8),
         "adaptive_avg_pool2d": (x, 0.1, 3, [3, 2], 0.2, 1, torch.uint8),
         "mean": (x, 0.1, 3, [1, 2], True, 0.2, 1, torch.uint8),
+        "attention": (
+            *(each for _ in range(3) for each in (x, 0.1, 3)),
+            None,
+            0.5,
+            False,
+            True,
+            0.2,
+            1,
+            torch.uint8,
+        ),
         "mul": (x, 0.1, 3, x[:, :1, :, :1], 0.2, 7, 0.2, 1, torch.uint8),
     }
 

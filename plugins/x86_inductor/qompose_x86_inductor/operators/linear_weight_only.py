@@ -4,12 +4,13 @@
 ``x`` is (..., in), float32, bfloat16 or float16, and the result (..., out) has its dtype; the arithmetic
 is that of float32. The bias is a float (out,).
 
-``linear_int8_weight`` multiplies integers, where oneDNN does so exactly: each row of ``x`` becomes 24-bit
-fixed-point numbers, one for its largest magnitude, and these become three rows of 8 bits (`_planes`), which
-one product reads the weight for. An input is rounded by at most 2**-24 of the largest of its row, as it is in
-float32. torch's own kernel takes 16 times as long for one row and 140 times for 64 (torch 2.13, AVX-512); it
-is what other machines get, and the other operators use: it reads the weight as it is stored. (Those for
-bfloat16 read past the end of rows whose length is not a multiple of 16, and round scales.)
+``linear_int8_weight`` multiplies integers, where oneDNN does so exactly: each row of ``x`` becomes 32-bit
+fixed-point numbers, whose range is that of the row, and these become four rows of 8 bits (`_planes`), which
+one product reads the weight for. Inputs are rounded to 24 bits, as float32 is, and by 2**-32 of the largest
+of their row: beside an input of 1e8, those of 1 have few bits left. torch's own kernel takes 16 times as long
+for one row and 140 times for 64 (torch 2.13, AVX-512); it is what other machines get, and what the other
+operators use: it reads the weight as it is stored. (Those for bfloat16 read past the end of rows whose length
+is not a multiple of 16, and round scales.)
 
 =====================  ====================================  ==============================
 operator               weight                                w_scale
@@ -57,19 +58,19 @@ SCHEMAS: Final[dict[str, str]] = {
 }
 
 
-_PLANES: Final = 3
+_PLANES: Final = 4
 _BASE: Final = 256
 _MIDDLE: Final = 128
 """The uint8 that stands for the digit 0; digits are -128 to 127."""
-_LARGEST: Final = 127 * (_BASE**2 + _BASE + 1)
-"""The largest number of three digits, the first of which has room for a carry."""
+_LARGEST: Final = 127 * _BASE**3
+"""A number of four digits that float32 holds, and none of whose smaller ones carries beyond them."""
 _LEAST_RANGE: Final = 1e-30
 
 
 def _planes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 rows (M, in) as digits, uint8 (3 M, in), the highest first, and scales, (M, 1).
+    """Return float32 rows (M, in) as digits, uint8 (4 M, in), the highest first, and scales, (M, 1).
 
-    Row `m` is `scale[m] * sum(256**(2 - k) * (digits[k * M + m] - 128) for k in range(3))`.
+    Row `m` is `scale[m] * sum(256**(3 - k) * (digits[k * M + m] - 128) for k in range(4))`.
     """
     scale = rows.abs().amax(1, keepdim=True).clamp(min=_LEAST_RANGE) / _LARGEST
     left = torch.round(rows / scale).clamp(-_LARGEST, _LARGEST)
@@ -84,10 +85,12 @@ def _planes(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _by_planes(
     x: Tensor, bias: Tensor | None, channels: int, sums: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Multiply by integers; ``sums`` returns float32 products (3 M, out) of digits, scales included."""
+    """Multiply by integers; ``sums`` returns float32 products (4 M, out) of digits, scales included."""
     digits, scale = _planes(_rows(x))
-    high, middle, low = sums(digits).view(_PLANES, -1, channels).unbind(0)
-    return _finish(((high * _BASE + middle) * _BASE + low) * scale, x, bias)
+    total, *lower = sums(digits).view(_PLANES, -1, channels).unbind(0)
+    for plane in lower:
+        total = total * _BASE + plane
+    return _finish(total * scale, x, bias)
 
 
 def _int8_weight(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
