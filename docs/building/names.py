@@ -22,6 +22,7 @@ ELSEWHERE = (
     "_pytest",
     "rich",
     "numpy",
+    "onnx_ir",
 )
 
 TYPES = "docs/reference/types"  # what is not public and named all the same
@@ -62,6 +63,8 @@ def _resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     target = node["reftarget"]
     if target.partition(".")[0] in ELSEWHERE or target in _outsiders():
         return content
+    if target.rpartition(".")[2].startswith("_"):
+        return content  # a type variable: other private names are in no public signature
     if node["refdoc"] == TYPES and target.startswith("qompose"):
         return content  # what records consist of goes ever deeper
     path = api.by_place().get(target) or api.by_short_name().get(target)

@@ -56,6 +56,7 @@ _IN_BODIES = "it reads its parameters in a body of control flow, where their byt
 _BEYOND = 4
 """How many assignments are tried that are smaller than one that does not meet the target."""
 Choices = Mapping[str, QuantizationConfig | None]
+"""Configurations by name, None for float."""
 
 
 def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:

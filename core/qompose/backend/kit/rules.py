@@ -34,7 +34,10 @@ from qompose.errors import ConfigError, near_names
 aten = torch.ops.aten
 
 Accepts: TypeAlias = "Mapping[str, TensorConstraint]"
+"""What the tensors of a rule may be, by role: "activation", "weight", "output"."""
+
 Kernels: TypeAlias = "Mapping[str, Kernel]"
+"""The kernels of a rule, by target."""
 
 
 def product_rule(
