@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/ecosystem.md: other packages' quantizers on three models, under torchao's engine and ours.
+"""Write benchmarks/results/ecosystem.md: other packages' quantizers under torchao's engine and ours.
 
 python -m docs.generate_ecosystem              all of them, each family in a process of its own: two minutes
 python -m docs.generate_ecosystem --jobs 4     four processes at a time
@@ -23,31 +23,31 @@ from tests.ecosystem.measuring import TOLERANCE, Cell, Cells, measured_apart
 from tests.ecosystem.models import KINDS
 from tests.ecosystem.reasons import reason_for
 
-PAGE = Path(__file__).parent / "ecosystem.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "ecosystem.md"
 
 INTRODUCTION = """# Quantizers of other packages
 
 Written by `docs/generate_ecosystem.py`, which runs every quantizer of torchao and ExecuTorch, unmodified,
 on three small models with random weights: `cnn` (conv-bn-relu, conv-bn-add-relu, adaptive average pool,
 linear), `mlp` (embedding-linear-relu-linear, from integer ids) and `encoder` (a pre-norm transformer
-layer). Each is calibrated with four batches and judged by a fifth. [interop.md](interop.md) tells how such
-quantizers are members of a composition.
+layer). Each is calibrated with four batches and evaluated on a fifth. [Interop](../../docs/interop.md)
+explains how such quantizers become members of a composition.
 
-A cell has the quantize (q), dequantize (dq) and choose_qparams (cq) operators of the converted graph, or
-the modules that a quantizer puts in their place, and the signal to noise ratio against the float model: it
-says "not broken", not how accurate a real model stays. **no-op**: nothing was quantized, which qompose says
-in a warning and torchao does not say.
+A cell counts the quantize (q), dequantize (dq) and choose_qparams (cq) operators of the converted graph,
+or the modules that a quantizer inserts instead, and gives the SQNR against the float model. The SQNR
+shows that nothing is broken, not how accurate a real model would be. **no-op**: nothing was quantized;
+qompose warns about it, torchao does not.
 
-qompose takes what `torch.export.export(model, inputs)` returns. torchao's engine needs more of some, in the
-last column: without `check_guards=False`, Arm's transforms refuse the guard that `.module()` puts into the
-program; without `strict=True`, quantizers that find operators by `source_fn_stack` find nothing, and say
-nothing.
+qompose takes what `torch.export.export(model, inputs)` returns. torchao's engine needs the options of the
+last column for some quantizers: without `check_guards=False`, Arm's transforms reject the guard that
+`.module()` adds to the program; without `strict=True`, quantizers that look operators up by
+`source_fn_stack` find nothing.
 
-MediaTek's and NXP's packages import their vendors' compilers; what runs here is their annotations, with an
-empty stand-in for those.
+MediaTek's and NXP's packages import their vendors' compilers. Their annotations run here, with an empty
+stand-in for those.
 
 One or two configurations of each are also composed with those of every other, in both orders and on every
-model; `tests/ecosystem/test_pairs.py` says what must come of it."""
+model; `tests/ecosystem/test_pairs.py` states what must come of it."""
 
 
 def page(cells: Cells) -> str:
@@ -117,7 +117,7 @@ def _errors(cells: Cells) -> Iterator[Block]:
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description="Write docs/ecosystem.md.")
+    parser = argparse.ArgumentParser(description="Write benchmarks/results/ecosystem.md.")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
     cells = measured_apart([entry.name for entry in CATALOGUE], options.jobs)

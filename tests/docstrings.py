@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import qompose
 from qompose.errors import InternalError
 
-from docs.building import api
+from tests.pages import PLUGINS
 
 _SHAPE = re.compile(r"shape|`\(|dimension|per tensor|scalar|any size|elements")
 
@@ -29,14 +30,39 @@ class Documented:
     text: str
 
 
+def packages() -> tuple[str, ...]:
+    """Return the packages of this repository with public names: core's, and that of each plugin."""
+    submodules = sorted(f"qompose.{name}" for name in qompose._submodules)
+    plugins = (f"qompose_{name}" for name in PLUGINS)
+    return ("qompose", *submodules, "qompose.backend.kit", "qompose.testing", *plugins)
+
+
+def public_names() -> dict[str, Any]:
+    """Return every public value by its path; if two packages have it, by that of the first."""
+    found: dict[int, tuple[str, Any]] = {}
+    for package in packages():
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not inspect.ismodule(value):
+                found.setdefault(id(value), (f"{package}.{name}", value))
+    return dict(found.values())
+
+
+def is_data(path: str, value: Any) -> bool:
+    """Tell whether a public name is a constant or a name of a type, which has no docstring."""
+    return getattr(value, "__name__", "") != path.rpartition(".")[2]
+
+
 def public() -> Iterator[Documented]:
     """Yield what is called of the public names, each once."""
-    for path in sorted(api.public_names()):
-        found = api.entry(path)
-        if found.kind == "function":
-            yield Documented(path, found.value, inspect.getdoc(found.value) or "")
-        elif found.kind in ("class", "exception"):
-            yield from _methods(path, found.value)
+    for path, value in sorted(public_names().items()):
+        if is_data(path, value):
+            continue
+        if inspect.isroutine(value):
+            yield Documented(path, value, inspect.getdoc(value) or "")
+        elif inspect.isclass(value):
+            yield from _methods(path, value)
 
 
 def _methods(path: str, cls: type) -> Iterator[Documented]:

@@ -8,8 +8,8 @@ from importlib import import_module
 import pytest
 
 from docs import generate_compares
-from docs.building import measured
-from docs.building.measured import Time
+from docs.comparison import measured
+from docs.comparison.measured import Time
 from tests.pages import ROOT
 
 

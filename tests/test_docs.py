@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
 from pathlib import Path
 
 import pytest
+import qompose
 
 from tests import pages, reader
 from tests.pages import PLUGINS, ROOT
@@ -81,3 +83,25 @@ def test_tutorial_ends_in_the_example() -> None:
         assert EXAMPLE.joinpath(path).read_text("utf-8").removeprefix(HEADER) == text
     code = {path.relative_to(EXAMPLE).as_posix() for path in EXAMPLE.rglob("*.py")}
     assert {*written} >= code | {"pyproject.toml"}
+
+
+def test_messages_of_troubleshooting_are_in_the_sources() -> None:
+    """Each message that the page explains is a part of one text in the code, and its class an error."""
+    sources = [*ROOT.glob("core/qompose/**/*.py")]
+    trees = [ast.parse(path.read_text("utf-8")) for path in sources]
+    texts = {
+        "".join(str(part.value) for part in getattr(node, "values", [node]) if _is_text(part))
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr) or _is_text(node)
+    }
+    table = pages.text("docs/troubleshooting.md").partition("## No error")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, re.MULTILINE)
+    assert len(rows) == 20
+    assert [message for message, _ in rows if not any(message in text for text in texts)] == []
+    named = {name for _, classes in rows for name in re.findall(r"`(\w+)`", classes)}
+    assert [name for name in named if not hasattr(qompose.errors, name)] == []
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

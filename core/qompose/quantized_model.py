@@ -98,7 +98,7 @@ class QuantizedModel:
         """
         if not callable(self.model):
             raise TargetError(
-                f"A {type(self.model).__name__} cannot be called beside the float program: time it in its "
+                f"A {type(self.model).__name__} cannot be timed next to the float program: time it in its "
                 'runtime, or quantize with target="torch".'
             )
         inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
@@ -146,25 +146,25 @@ def quantize(
     progress: bool | None = None,
     strict: bool = False,
 ) -> QuantizedModel:
-    """Export, prepare, calibrate, convert and lower a model, in one call.
+    """Export, prepare, calibrate, convert and lower a model in one call.
 
     Args:
-        model: a module, which is exported in eval mode; or an ExportedProgram.
-        example_inputs: the arguments of one call, in the forms that a batch may have: a tuple of positional
-            arguments, a single tensor, or a dict of keyword arguments. The shapes of their tensors are those
-            of all calls, but for the dimensions of `dynamic_shapes`.
-        kwargs: keyword arguments of that call, beside `example_inputs` or in their place.
+        model: a module, which is exported in eval mode, or an ExportedProgram.
+        example_inputs: the arguments of one call: a tuple of positional arguments, a single tensor, or a
+            dict of keyword arguments. Other calls must have the same shapes, except for the dimensions in
+            `dynamic_shapes`.
+        kwargs: keyword arguments of that call, in addition to `example_inputs` or instead of them.
         backends: quantizers, or installed backends by `"name"` or `"name:configuration"`, in order of
-            priority; or just one.
-        calibration: batches for `calibrate`, or `Statistics` of an earlier calibration; not needed where
+            priority; or a single one.
+        calibration: batches for `calibrate`, or `Statistics` of an earlier calibration. Not needed if
             nothing is quantized statically.
-        target: what to lower for, as for `lower`.
-        dynamic_shapes: which dimensions may vary, in the form that torch.export takes.
+        target: the runtime to lower for, as in `lower`.
+        dynamic_shapes: dimensions that may vary, in the form that torch.export takes.
         transform, progress: as for `calibrate`.
-        strict: make errors of "nothing was quantized" and "claimed, but without a kernel".
+        strict: raise an error if nothing is quantized, or if a claimed operator has no kernel.
 
     Raises:
-        UserError: `example_inputs` are missing, or not those of the model; and whatever the stages raise.
+        UserError: `example_inputs` are missing or do not fit the model; and whatever the stages raise.
     """
     if backends is None:
         raise UserError(

@@ -17,6 +17,7 @@ from tests.zoo import by_name
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("embedding", "x86_inductor", "xnnpack")
+PAGES = (*BACKENDS, "onnx")
 
 
 @pytest.mark.parametrize("backend", at_once(BACKENDS, "embedding"))
@@ -64,7 +65,7 @@ def test_every_claim_is_in_a_row(model: str) -> None:
         assert claim.mode == row.mode
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PAGES)
 def test_support_tables_are_generated(backend: str) -> None:
     """`python docs/generate.py` writes them."""
     config = load_backend(backend).default_config

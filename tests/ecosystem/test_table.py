@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/ecosystem.md is what the quantizers do today, and says why wherever one does nothing."""
+"""benchmarks/results/ecosystem.md is what the quantizers do today, and says why wherever one does nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ecosystem.measuring import ENGINES, TOLERANCE, Cell, by_qompose, meas
 from tests.ecosystem.models import KINDS, sample
 from tests.ecosystem.reasons import REASONS, reason_for
 
-PAGE = Path(__file__).parents[2] / "docs" / "ecosystem.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "ecosystem.md"
 
 
 def table(heading: str) -> list[list[str]]:

@@ -149,9 +149,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     """
     dims = {channel_dim(product.node, product.weight) for product in products}
     if len(dims) > 1:
-        raise NotChanged(
-            "the products that read its input have its channels in different dimensions"
-        )
+        raise NotChanged("the layers that read its input have its channels in different dimensions")
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
     absorbers = absorbers_of(source, users, dim, found.readers, found.plan.group_of)

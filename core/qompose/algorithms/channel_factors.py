@@ -34,7 +34,7 @@ def gain_needed(absorbers: Sequence[str]) -> float:
 def who_divides(absorbers: Sequence[str], nodes: Mapping[str, Node]) -> str:
     """Say what divides a tensor by its factors."""
     if not absorbers:
-        return "by a product in the graph"
+        return "by a multiplication in the graph"
     return f"by {' and '.join(str(nodes[name].target) for name in absorbers)}"
 
 

@@ -69,7 +69,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors | None
         return None  # statistics of another preparation, which did not look at channels
     if observer.range_is_set:
         point = found.plan.groups[number].points[0]
-        found.refused.append(f"channels of {point} were not balanced: somebody chose its range")
+        found.refused.append(f"channels of {point} were not balanced: its range was set by hand")
         return None
     if not found.is_whole(number):
         return None  # a reader left in float

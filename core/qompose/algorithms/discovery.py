@@ -61,7 +61,7 @@ def _load(info: BackendInfo) -> Algorithm | str:
     if info.problem is not None:
         return info.problem
     if info.name in ALGORITHM_WORDS:
-        return f"{info.name!r} is the word of an algorithm of qompose's: it needs another"
+        return f"{info.name!r} is the name of one of qompose's algorithms; choose another"
     try:
         found = EntryPoint(info.name, info.module, ALGORITHM_GROUP).load()
     except KeyboardInterrupt:
@@ -76,5 +76,5 @@ def _load(info: BackendInfo) -> Algorithm | str:
     if not isinstance(found, Algorithm):
         return f"its entry point is {found!r}, not a qompose.algorithms.Algorithm"
     if found.word != info.name:
-        return f"its word is {found.word!r}, but its entry point is {info.name!r}"
+        return f"its name is {found.word!r}, but its entry point is {info.name!r}"
     return found

@@ -141,9 +141,7 @@ class GPTQ(Algorithm):
         forms = _OF_MOMENTS if by_moments else _OF_ROWS
         together = by_moments and columns_of(product)[0].window is not None
         if inputs.channels == 1:
-            raise NotChanged(
-                "each of its outputs reads one value, and there is no other to make up"
-            )
+            raise NotChanged("each output reads a single value, so no other can compensate")
         rounding = _Rounding.of(reader_of(found, product), q, together=together)
         first, second = inputs.halves()
         form, gain = rounding.some().best_form(forms, first, second)

@@ -586,9 +586,7 @@ def check_own_scales(found: Calibrated, number: int) -> None:
     kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
     known = isinstance(kind, type) and issubclass(kind, (MinMaxObserver, PerBlockMinMaxObserver))
     if not known or type(found.observers[number]) is not kind:
-        raise NotChanged(
-            "its range is not that of all values, but estimated by an observer of its own"
-        )
+        raise NotChanged("its range is not that of all values, but estimated by another observer")
     if any(number in group.depends_on for group in plan.groups):
         raise NotChanged("parameters of other tensors are derived from its own")
     if not found.factors.constant(plan.groups[number].points[0].source).numel():

@@ -258,7 +258,7 @@ class _Data:
             NotChanged: it has too few different examples, or its outputs are zero or not finite.
         """
         if not block.outputs:
-            raise NotChanged(f"no operator behind {block.name} reads a float tensor of it")
+            raise NotChanged(f"no operator after {block.name} reads one of its float tensors")
         wanted = [block.wanted(batch) for batch in range(block.batches)]
         finite = all(bool(value.isfinite().all()) for outputs in wanted for value in outputs)
         parts = block.exchange((finite, [hashes.tolist() for hashes in block.hashes]))

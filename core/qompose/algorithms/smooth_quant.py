@@ -98,7 +98,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     if not observer.knows_channels:
         raise _NotSmoothed("its statistics have no ranges of channels")
     if observer.range_is_set:
-        raise _NotSmoothed("somebody chose its range")
+        raise _NotSmoothed("its range was set by hand")
     if not found.is_whole(number):
         raise _NotSmoothed("one of its readers stays in float")
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
@@ -217,8 +217,8 @@ class _Placing:
         others = [point for point in group.points if point.source != source]
         if Point(source) in self.group_of:
             raise _NotSmoothed(
-                f"{source} is integers already where it is computed, with one scale; equalization is for "
-                "the channels between two products"
+                f"{source} is integers where it is computed, with one scale; use equalization for "
+                "channels between two layers"
             )
         if others:
             raise _NotSmoothed(f"it has its range together with {others[0]}")
@@ -240,7 +240,7 @@ class _Placing:
         product = claim.product
         node = product_node(claim, self.nodes)
         if product is None or node is None:
-            raise _NotSmoothed(f"rule {claim.rule} is not a plain product of channels")
+            raise _NotSmoothed(f"rule {claim.rule} is not a plain linear or convolution")
         weight = self.nodes[product.weight]
         constant = constant_of(weight)
         if constant is None or self.readers.get(address_of(constant), 0) != 1:

@@ -153,7 +153,7 @@ class Backend:
         the lowered one, before `for_compiler`, and is only looked at. What a user gives to
         `qompose.compile_lowered` counts before them, and so does a backend whose name comes first; of options
         that are mappings all are put together. One of those names functions of C for operators, which may
-        then be in packages (docs/compiling.md).
+        then be in packages (docs/deploying.md).
         """
         return {}
 

@@ -235,7 +235,7 @@ def _not_an_overload(target: object) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [name for name in target.overloads() if name != "out"]  # type: ignore[no-untyped-call]
         named = " or ".join(f"{target}.{name}" for name in overloads[:3])
-        return f"{target} stands for all its overloads: name one, such as {named}"
+        return f"{target} has several overloads; name one, such as {named}"
     return f"expected an operator such as torch.ops.aten.linear.default, got {target!r}"
 
 

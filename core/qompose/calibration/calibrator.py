@@ -58,31 +58,30 @@ def calibrate(
 ) -> GraphModule:
     """Run batches through a prepared model, without gradients, and return the model.
 
-    Algorithms that learn from data, as "gptq_sequential" does, have their turn when all batches are run: the
-    program is run once more on all of them, one part after another, and batches are held until then.
+    Algorithms that learn from data, such as "gptq_sequential", run after the last batch: the program is run
+    once more on all batches, part by part, and batches are kept in memory until then.
 
-    Where `torch.distributed` is initialised, each process runs its share of the batches, every so many-th
-    of them, and all end with the statistics of all: bit by bit those that one process would have.
+    If `torch.distributed` is initialized, each process runs its share of the batches, and all end with the
+    statistics of all data, bit for bit those of a single process.
 
     Args:
-        batches: tensors, tuples of positional arguments or dicts of keyword arguments; a DataLoader fits.
-            Or `Statistics` of an earlier calibration, which take the place of data.
+        batches: tensors, tuples of positional arguments or dicts of keyword arguments, such as a DataLoader;
+            or `Statistics` of an earlier calibration instead of data.
         transform: turns what `batches` yields into the model's inputs, as `lambda batch: batch[0]`.
-        limit: how many batches to take at most, over all processes; not with `sharded`.
+        limit: how many batches to use at most, over all processes; not with `sharded`.
         progress: whether to show a progress bar; None shows it on a terminal.
-        resume: a file in which statistics are kept on the way (`Statistics.save`): a calibration that
-            was stopped goes on behind the batches that it has, which have to come in the same order.
-        sharded: each process was given batches of its own.
+        resume: a file in which statistics are saved on the way (`Statistics.save`). A calibration that
+            was stopped continues after the batches in it, which must come in the same order.
+        sharded: each process was given its own batches.
         timeout: seconds after which a process that does not answer is an error.
 
     Raises:
         StageError: the model was not prepared.
-        UserError: `batches` cannot be iterated, or an option is invalid, or is for batches and these are
-            statistics.
-        CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
-            another value than the one with which the model was exported for what is not a tensor; another
-            process failed or died; there are several, and an observer depends on the order of batches, or
-            has statistics already. Observers are then as they were before.
+        UserError: `batches` cannot be iterated, or an option is invalid or does not apply to statistics.
+        CalibrationError: there was no batch; one does not fit the model (its number is named) or has
+            another value than the exported one for an argument that is not a tensor; another process
+            failed or died; or there are several, and an observer depends on the order of batches or has
+            statistics already. Observers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
     record = prepared_record(prepared, "calibrate")
@@ -378,7 +377,7 @@ class _ResumeFile:
             )
         check_kind(path)
         if not path.parent.is_dir():
-            raise StatisticsError(f"resume={str(path)!r}: there is no directory {path.parent}")
+            raise StatisticsError(f"resume={str(path)!r}: directory {path.parent} does not exist")
         rank = f".rank{ranks.rank}of{ranks.count}" if ranks.several else ""
         self.path = path.with_name(f"{path.stem}{rank}{path.suffix}")
         self._batches, self._written = 0, time.monotonic()
@@ -464,7 +463,7 @@ def lint(prepared: GraphModule) -> list[str]:
 def _problems(observer: nn.Module, screen: Screen, typical: float) -> Iterator[str]:
     size = _magnitude(screen)
     if not screen.values:
-        yield "never saw data: no batch came there"
+        yield "never saw data: no batch reached it"
     elif screen.mask is not None:
         yield f"holds {screen.mask}; it stays in float"
     elif (value := _only_value(observer)) is not None:

@@ -104,7 +104,7 @@ def learn(
         words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
             f"{words}: the program writes to its buffers ({', '.join(written)}), so that what it gives for a "
-            "batch depends on those before it, and nothing can be learned of it part by part. Leave "
+            "batch depends on those before it, and it cannot be learned part by part. Leave "
             f"{words} out of algorithms="
         )
     bind = binder(prepared)

@@ -252,8 +252,8 @@ class Statistics:
         whole = self.learned is not None and self.learned.whole
         if learns(record.plan) and not (whole or to_go_on):
             lacking.append(
-                "weights: nothing was learned of them from all data together, by one process or several that "
-                "run at once, and an algorithm goes by that"
+                "weights: an algorithm needs what is learned from all data at once, in one process or in "
+                "processes that run together, and these statistics have nothing of it"
             )
         if lacking and not partial:
             raise StatisticsError(
@@ -279,7 +279,7 @@ class Statistics:
             if seen is None and not (observer.asked or complete):
                 found.append((observer, observer.nothing()))
             elif seen is None:
-                lacking.append(f"{site}: no {what} of its channels, which an algorithm goes by")
+                lacking.append(f"{site}: no {what} of its channels, which an algorithm needs")
             elif seen.total.shape != observer.total.shape:
                 lacking.append(f"{site}: {what} of other channels")
             else:
@@ -433,7 +433,7 @@ def _estimates(observer: nn.Module) -> bool:
 
 def _take(observer: Any, facts: Facts) -> None:
     if not isinstance(base_observer(observer), Observer):
-        raise StatisticsError("no way to be given statistics")
+        raise StatisticsError("it cannot be given statistics")
     observer.take(facts)
 
 

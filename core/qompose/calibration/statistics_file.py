@@ -295,7 +295,7 @@ def _check_learned(weight: LearnedWeight) -> None:
     if not bool((weight.scale.isfinite() & (weight.scale > 0)).all()):
         raise ValueError("the scales of a weight are not positive and finite")
     if weight.integers.is_floating_point():
-        raise ValueError("the integers of a weight are none")
+        raise ValueError("the integers of a weight are not integers")
 
 
 def _bins_of(histogram: Histogram) -> dict[str, Any]:

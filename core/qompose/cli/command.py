@@ -134,7 +134,7 @@ def add_data(parser: ArgumentParser) -> None:
         metavar="N",
         help="samples in a batch (default: as exported)",
     )
-    add("--batches", type=_positive, metavar="N", help="use the first N batches alone")
+    add("--batches", type=_positive, metavar="N", help="use only the first N batches")
     add("--no-progress", action="store_true", help="no progress bar; it shows only on a terminal")
 
 

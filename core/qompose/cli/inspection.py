@@ -62,7 +62,7 @@ def _seconds(text: str) -> float:
 
 
 def _add_backends_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="load each in a process of its own")
+    parser.add_argument("--check", action="store_true", help="load each in a separate process")
     parser.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="SECONDS",
         help="with --check: how long loading one may take (default: %(default)g)",

@@ -231,7 +231,7 @@ CALIBRATE = Command(
     summary="collect the statistics of a program, or merge those of several jobs",
     description="""\
 Run calibration data through a program that torch.export.save wrote, and write what was seen of each tensor;
-or merge what several jobs wrote, exactly, in any order. `qompose quantize --statistics FILE` goes by it,
+or merge what several jobs wrote, exactly, in any order. `qompose quantize --statistics FILE` uses it,
 for any backend and bit-width, without data.
 
 The file is of the kind that its name says: .safetensors, or .json, which an editor can change.

@@ -96,19 +96,19 @@ def convert_pt2e(
     inplace: bool = False,
     allow_uncalibrated: bool = False,
 ) -> GraphModule | dict[str, GraphModule]:
-    """Replace observers by quantize and dequantize operators, and parameters by integers.
+    """Replace observers with quantize and dequantize operators, and parameters with integers.
 
     Args:
-        model: what `prepare_pt2e` returned, calibrated, or `prepare_qat_pt2e`, trained. It is left alone.
-            Or several by name, the methods of one program, which share state and equal constants.
-        use_reference_representation: spell out the integer arithmetic of every operator that has a
+        model: a calibrated result of `prepare_pt2e`, or a trained one of `prepare_qat_pt2e`. It is left
+            unchanged. A dict converts the methods of one program, which share state and equal constants.
+        use_reference_representation: write out the integer arithmetic of every operator that has a
             reference, in aten operators (`qompose.conversion.reference_representation`). Such a
-            model is not for `lower`.
-        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator, but for
-            weights whose integers an algorithm chose, which no such operator gives.
-        inplace: turn `model` itself into the result. Float parameters are dropped one by one as they are
+            model cannot be lowered.
+        fold_quantize: store the integers of parameters. False keeps floats and a quantize operator, except
+            for weights whose integers an algorithm chose.
+        inplace: turn `model` itself into the result. Float parameters are freed one by one as they are
             quantized, so that both forms are never held at once.
-        allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
+        allow_uncalibrated: leave regions whose observers saw no data in float instead of raising.
 
     Raises:
         StageError: the model was not prepared.

@@ -434,8 +434,8 @@ class QParamsSolver:
             for problem in outliers(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
         found += [
-            f"{self.describe(number)}: its scale is up to {factor:.3g} times what its values ask for, so "
-            "that the bias behind it fits into the 32 bits that kernels add it in"
+            f"{self.describe(number)}: its scale is up to {factor:.3g} times as large as its values need, "
+            "so that the bias fits into the 32 bits in which kernels add it"
             for number, factor in self._widened.items()
         ]
         refused = self._found.refused
@@ -465,8 +465,8 @@ class QParamsSolver:
             observer = self.observer(number)
             if isinstance(observer, PerChannelRangeObserver) and not observer.knows_channels:
                 yield (
-                    f"{self.describe(number)}: its channels have no factors, since the statistics that it "
-                    "goes by were made without ranges of channels"
+                    f"{self.describe(number)}: its channels are not balanced, since its statistics have no "
+                    "channel ranges"
                 )
 
     def _too_few_examples(self) -> Iterator[str]:

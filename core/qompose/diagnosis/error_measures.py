@@ -234,9 +234,7 @@ def _add_error(cost: Cost, outputs: Any, floats: Any) -> None:
         if isinstance(reference, Tensor) and reference.is_floating_point()
     ]
     if not found:
-        raise UserError(
-            "the program returns no floats that an error could be taken of: pass metric="
-        )
+        raise UserError("the program returns no float tensors to compare; pass metric=")
     for number, value, reference in found:
         noise, signal = _powers(value, reference)
         cost.noise[number] += noise

@@ -88,9 +88,7 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
     if again:
         raise UserError(f"two choices are called {again[0]!r}: pass a mapping with a name for each")
     if not pairs:
-        raise UserError(
-            "choices is empty: give at least one configuration beside the quantizer's own"
-        )
+        raise UserError("choices is empty: give at least one configuration besides the quantizer's")
     return dict(pairs)
 
 
@@ -314,7 +312,7 @@ class MixedSearch:
             holds = bool(claims) and record.dropped.keys().isdisjoint(claims)
             holds = holds and all(self._has_weight(record.plan.claims[n], config) for n in claims)
         if not holds:
-            self.notes.append(f"{site.label} cannot be {choice!r} beside other choices")
+            self.notes.append(f"{site.label} cannot be {choice!r} together with other choices")
             self.options[name].pop(choice, None)
         return holds
 

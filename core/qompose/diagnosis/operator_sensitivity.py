@@ -166,27 +166,27 @@ def sensitivity(
     tensors: bool = False,
     progress: bool | None = None,
 ) -> Sensitivity:
-    """Rank the operators of a calibrated model by what the quantization of each alone costs.
+    """Rank the operators of a calibrated model by the error that quantizing each one alone causes.
 
-    Of each batch all float values are kept, and each site runs again only what its quantization changes.
-    Nothing is kept longer than for its batch. What the program writes to starts anew with each.
+    For each batch, float values are computed once, and each site reruns only what its quantization changes.
+    Nothing is kept longer than its batch; buffers start from their exported values with each batch.
 
     Args:
-        prepared: what `prepare_pt2e` returned, calibrated. It is left as it is.
+        prepared: a calibrated result of `prepare_pt2e`. It is left unchanged.
         inputs: batches, as for `calibrate`.
-        metric: called with the outputs and the float outputs of a batch, as the model returns them; says
-            how far they are from each other, 0 if not at all. Costs are means over batches. Without it,
-            they are the power of the error over that of the outputs, a mean where there are several.
+        metric: a function of the outputs and the float outputs of a batch, as the model returns them; 0
+            means no difference. Costs are means over batches. Default: the power of the error over that
+            of the outputs, averaged over several outputs.
         transform: turns what `inputs` yields into the model's inputs.
-        limit: how many batches to take at most.
-        tensors: also measure each of a site's tensors alone, which takes several times as long.
+        limit: how many batches to use at most.
+        tensors: also measure each tensor of a site, which takes several times as long.
         progress: whether to show a progress bar; None shows it on a terminal.
 
     Raises:
         StageError: the model was not prepared.
         UncalibratedError: it was not calibrated.
-        UserError: there are no inputs, or `limit` is no number of them; the outputs have no floats and there
-            is no `metric`, or that returns no number.
+        UserError: there are no inputs, or `limit` is not a positive number; the outputs have no floats and
+            there is no `metric`, or that returns no number.
         CalibrationError: a batch does not fit.
         MemberError: the metric raised an error.
     """

@@ -98,15 +98,15 @@ def can_quantize(
     quantizer: QuantizerLike,
     config: QuantizationConfig | str | None = None,
 ) -> NodeSupport:
-    """Answer whether an operator of a program would be quantized.
+    """Return whether an operator of a program would be quantized, and how or why not.
 
     Args:
-        program: what torch.export made; it is left alone.
+        program: an exported program; it is left unchanged.
         node: the operator, or its name in the graph or in reports.
         quantizer: the name of an installed backend, a quantizer of any engine, a sequence of these in
             order of priority, or a composition.
-        config: ask with this configuration, or that which each backend calls so, instead of what the
-            quantizer's own selectors give.
+        config: a configuration, or the name that each backend has for one, to use instead of the
+            quantizer's selectors.
 
     Raises:
         ConfigError: the program has no such node, or `config` is not a configuration.

@@ -62,31 +62,30 @@ def tune(
 ) -> Tuning:
     """Find selectors that meet a target: what to leave in float, or which configuration each operator gets.
 
-    Without `choices` as few multiply-accumulates are left in float as the target allows. Operators are left
-    in float in the order of their cost per multiply-accumulate until the target is met; then each is
-    quantized again, the largest first, if it is met without. So no single one of those that stay in float
-    can be quantized.
+    Without `choices`, as few multiply-accumulates stay in float as the target allows. Operators are moved to
+    float in the order of their cost per multiply-accumulate until the target is met; then each is quantized
+    again, largest first, if the target still holds. So no single operator could be quantized in addition.
 
-    With `choices` every operator with parameters gets one of them, or stays as the quantizer says: with
-    `max_drop` so that the file has few bytes, with `max_bytes` so that the loss is small. What each choice
-    costs at each operator alone is measured on four batches, and a knapsack is filled
+    With `choices`, every operator with parameters gets one of them, or stays as the quantizer says: with
+    `max_drop` for the smallest file, with `max_bytes` for the smallest loss. The cost of each choice at each
+    operator is measured on four batches, and the choices are combined as a knapsack
     (`qompose.diagnosis.knapsack`).
 
-    Every setting that is tried is prepared, calibrated, converted and measured.
+    Every candidate is prepared, calibrated, converted and measured.
 
     Args:
-        model: what torch.export made.
-        quantizer: it is left as it is.
-        data: calibration batches, as for `calibrate`. They are gone through more than once; what can be
-            gone through only once is kept.
-        metric: called with a model, which is called as the program is; returns how good it is, higher is
-            better. It is asked about the float program, too.
+        model: an exported program.
+        quantizer: it is left unchanged.
+        data: calibration batches, as for `calibrate`. They are iterated more than once; an iterator is
+            kept in memory.
+        metric: a function of a model, called as the program is, that returns a score; higher is better. The
+            float program is scored, too.
         max_drop: how far below the float program's score the result may be, in units of the metric.
-        choices: configurations, None among them for float; or a mapping of names to them.
-        max_bytes: how large all parameters and buffers may be in a file that `qompose.save` writes. With
-            `choices`, and in place of `max_drop`.
-        target: what to lower models for before they are measured; None measures converted models.
-        ranking: of an earlier `sensitivity` of this model and quantizer; None measures four batches.
+        choices: configurations, with None for float; or a mapping of names to them.
+        max_bytes: the largest size of all parameters and buffers in a file of `qompose.save`. With
+            `choices`, and instead of `max_drop`.
+        target: what to lower models for before they are scored; None scores converted models.
+        ranking: an earlier `sensitivity` of this model and quantizer; None measures four batches.
         transform, limit: as for `calibrate`.
         progress: whether to show a progress bar; None shows it on a terminal.
 

@@ -73,25 +73,25 @@ def compare(
     limit: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Comparison:
-    """Say where two forms of one program differ, by how much, and why.
+    """Find where two forms of a program differ, by how much, and why.
 
-    Memory grows neither with the inputs nor with the layers: values are compared as they are computed.
+    Memory does not grow with the inputs or the layers: values are compared as they are computed.
 
     Args:
-        reference, other: an exported, prepared, converted or lowered program each. Of what can only be
-            called, as a program of another runtime or a compiled one, the outputs are compared.
+        reference, other: exported, prepared, converted or lowered programs. For anything else that can be
+            called, such as a compiled model or another runtime's program, only outputs are compared.
         inputs: tensors, tuples of positional arguments or dicts of keyword arguments, as for `calibrate`.
-        converted: what `other` was lowered from, to tell errors of kernels from those of rounding. A lowered
+        converted: the model that `other` was lowered from, to tell kernel errors from rounding. A lowered
             model knows it, unless it was pickled.
         transform: turns what `inputs` yields into the program's inputs.
-        limit: how many inputs to take at most.
-        metrics: by name, functions of a value of the reference and the other program's, which return a
+        limit: how many inputs to use at most.
+        metrics: by name, functions of a value of the reference and of the other program, which return a
             number. The table has their means over all inputs.
 
     Raises:
         UserError: a program or an option is invalid, `inputs` cannot be iterated, or a metric returned no
-            number; the programs have nothing in common, or `converted` is of another.
-        StageError: a program is in training, or `converted` is of another stage.
+            number; the programs have nothing in common, or `converted` belongs to another model.
+        StageError: a program is in training mode, or `converted` is of another stage.
         MemberError: a metric raised an error.
         CalibrationError: there was no input, or one does not fit the programs.
     """
@@ -178,8 +178,8 @@ class ValueTable:
         self._lockstep = Lockstep(apart, two.graph, simulated)
         if not any(node.op != "placeholder" for node in self._lockstep.reference.values()):
             raise UserError(
-                f"no operator of the {one.stage} program gives a value that the {two.stage} one has: are "
-                "they of one model? To compare outputs alone, pass one as a function: "
+                f"the {one.stage} and the {two.stage} program have no value in common: are they of the same "
+                "model? To compare only outputs, pass one as a function: "
                 "lambda *args: model(*args)"
             )
         self._directly = two.stage == "lowered" and one.stage in ("converted", "reference")
@@ -319,8 +319,8 @@ class ValueTable:
             != rewritten_identity(self._one.fingerprint, self._record.plan.rewrites)
         ):
             notes.append(
-                f"the float program has other parameters than the one that became the {self._two.stage} one: "
-                "differences are not of quantization alone"
+                f"the float program's parameters are not those of the {self._two.stage} one, so "
+                "differences are not only due to quantization"
             )
         notes += [f"{value} is {shapes}" for value, shapes in sorted(self._lockstep.unlike.items())]
         if self._lacks_parameters:
@@ -329,7 +329,7 @@ class ValueTable:
             )
         if self._two.stage == "lowered" and self._simulated is None and not self._directly:
             notes.append(
-                "what kernels do is not told from rounding: pass the converted model as converted="
+                "kernel errors cannot be separated from rounding; pass the converted model as converted="
             )
         return notes
 

@@ -152,7 +152,7 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
     if left:
         listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_line(n, record) for n in left))
         raise CompilationError(
-            f"A package cannot hold what a process that imports torch alone does not know:\n{listed}\n"
+            f"A package cannot contain operators that torch does not know:\n{listed}\n"
             'mode="default" compiles the model for this process, where these operators are; or leave '
             "them in float."
         )

@@ -182,7 +182,8 @@ def compile_lowered(
     check_methods(lowered, "compile_lowered")
     if mode == PACKAGE:
         raise TargetError(
-            f"A package has one method, got {len(lowered)} ({', '.join(lowered)}): compile each by itself."
+            f"A package has one method, got {len(lowered)} ({', '.join(lowered)}); "
+            "compile each one separately."
         )
     for name, method in lowered.items():
         with in_method(name):
@@ -286,7 +287,7 @@ def _destination(mode: str, path: object) -> Path | None:
     if file.suffix != SUFFIX:
         raise UserError(f"path must end in {SUFFIX}, as torch expects of packages, got {file}")
     if not destination(file).parent.is_dir():
-        raise UserError(f"{file} cannot be written: there is no directory {file.parent}")
+        raise UserError(f"{file} cannot be written: directory {file.parent} does not exist")
     return file
 
 

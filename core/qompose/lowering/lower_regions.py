@@ -52,23 +52,23 @@ def lower(
     *,
     strict: bool = False,
 ) -> Any:
-    """Replace each quantized region by its owner's kernel for `target`, and take the target's last step.
+    """Replace each quantized region with its owner's kernel for `target`.
 
     Regions of members that only annotate, such as quantizers of other engines, stay quantize and dequantize
-    operators beside the kernels of the others; a warning and the report name them.
+    operators; a warning and the report name them.
 
     Args:
-        converted: a converted model; or several, by name, that become the methods of one program.
+        converted: a converted model, or a dict of several that become the methods of one program.
         target: the name of a runtime: "torch", or one that a backend brings.
-        strict: make an error of a region that stays without a kernel.
+        strict: raise an error if a region has no kernel.
 
     Returns:
-        for "torch" a GraphModule, and of several models a dict; for other targets what their runtime runs.
+        for "torch" a GraphModule, or a dict of several; for other targets a program of their runtime.
 
     Raises:
         StageError: the model was not converted.
         TargetError: a backend has no kernels for the target, all members only annotate, or the target's
-            runtime is missing, or has no programs of several methods.
+            runtime is missing or does not support several methods.
         NotLoweredError: `strict`, and a region found no kernel.
         UserError: models have names that methods cannot have.
     """
@@ -438,7 +438,7 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     if target.finish_methods is None:
         raise TargetError(
             f"A program of the target {target.name!r} has one method, got {len(steps)} "
-            f"({', '.join(steps)}): lower each model by itself."
+            f"({', '.join(steps)}): lower each model separately."
         )
     program, parts = target.finish_methods(
         {name: (step.model, call_signature(step.model)) for name, step in steps.items()}

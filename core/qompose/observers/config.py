@@ -459,7 +459,7 @@ def _read_algorithm(data: Any, path: str) -> Any:
     if isinstance(data, str) or not isinstance(data, Mapping):
         return TEXT.read(data, path)
     if len(data) != 1:
-        raise ConfigError(f"{path} must be a word, or a word with its options, got {data!r}")
+        raise ConfigError(f"{path} must be a name, or a name with options, got {data!r}")
     ((word, options),) = data.items()
     kind = algorithm_class(word, path)
     try:

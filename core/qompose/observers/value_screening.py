@@ -96,8 +96,8 @@ class Screen:
             return f"{self.masked} mask values (infinite, or near the largest float)"
         if self.bulk >= 0 and self.far > -math.inf and -self.far > STEPS * self.bulk:
             return (
-                f"a mask: values of {self.far:g} and below, beside which the others, "
-                f"of at most {self.bulk:g}, would be one integer"
+                f"a mask: its values of {self.far:g} and below would map all others, "
+                f"of at most {self.bulk:g}, to one integer"
             )
         return None
 

@@ -42,7 +42,7 @@ from qompose.program.graph import (
 from qompose.spec.claim import Claim, Composition, most_telling
 
 aten = torch.ops.aten
-FOLDED = "parameters alone decide it: it is computed once, now, and no more when the model runs"
+FOLDED = "it depends only on parameters and is computed once, at conversion"
 
 
 def survey(

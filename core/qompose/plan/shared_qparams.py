@@ -178,7 +178,7 @@ class _Solver:
                 if target not in self.sets:
                     raise SharingError(
                         f"{self.who(point)} shares the parameters of {target}, which no quantizer "
-                        "annotates. Annotate it too, or give the point a specification of its own."
+                        "annotates. Annotate it too, or give this tensor its own specification."
                     )
                 self.join(point, target)
 

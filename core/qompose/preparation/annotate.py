@@ -283,8 +283,8 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
                 raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
             if (pair := misplaced(result)) is not None:
                 raise MemberError(
-                    f"{label}: {TRANSFORM} left {pair[0]} in front of {pair[1]}, which it reads. Insert "
-                    "nodes behind all that they read: with graph.inserting_after(...)."
+                    f"{label}: {TRANSFORM} placed {pair[0]} before {pair[1]}, which it reads. Insert "
+                    "nodes after everything they read, with graph.inserting_after(...)."
                 )
             with _keeping_signature(label):
                 return names.restored(result, known)

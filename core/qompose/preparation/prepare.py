@@ -87,23 +87,24 @@ def prepare_pt2e(
     """Insert observers where a quantizer wants them.
 
     Args:
-        model: what torch.export made. It is left alone; parameters are shared, not copied. Or several by
-            name, the methods of one program: those of one path that a method writes to are one buffer in all.
-        quantizer: of any engine; or what `compose` takes: the name of an installed backend, or a list.
+        model: an exported program, or the GraphModule of its `.module()`. It is left unchanged; parameters
+            are shared, not copied. A dict of models prepares the methods of one program: buffers of one
+            name that a method writes to are shared by all.
+        quantizer: a quantizer of any engine, the name of an installed backend, or a list for `compose`.
         inplace: edit `model`, a GraphModule, itself.
-        strict: make "nothing was quantized" and selectors that match nothing errors.
+        strict: raise an error if nothing is quantized, or if a selector matches nothing.
 
     Returns:
-        a GraphModule with the signature of `model`, and the same outputs, to be calibrated; of several
-        models a dict.
+        a GraphModule with the signature and the outputs of `model`, ready to be calibrated; a dict for
+        several models.
 
     Raises:
         NotExportedError: `model` was not exported.
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
-        UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
+        UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram;
             `quantizer` is not a quantizer; or methods have different buffers of one name.
-        MemberError: a hook of the quantizer raised an error of its own.
+        MemberError: a hook of the quantizer raised an error.
     """
     if isinstance(model, Mapping):
         return each_method(
@@ -121,25 +122,25 @@ def prepare_qat_pt2e(
     inplace: bool = False,
     strict: bool = False,
 ) -> GraphModule:
-    """Insert fake-quantizers where a quantizer wants observers, to train a model as it will be quantized.
+    """Insert fake quantizers where a quantizer wants observers, for quantization-aware training.
 
-    Batch norms that conversion folds stay and are trained; their weights are fake-quantized as they will be
-    once folded. `train()` and `eval()` switch batch norms and dropouts, wherever the model was exported in.
-    What the model's own code does in training alone stays as it was exported.
+    Batch norms that conversion folds are kept and trained; their weights are fake-quantized as they will
+    be once folded. `train()` and `eval()` of the result switch batch norms and dropouts, whatever mode
+    the model was exported in. Code under `if self.training` stays as it was exported.
 
     Args:
-        model: what torch.export made, in training or in evaluation. It is left alone; the result has
+        model: an exported program, in training or evaluation mode. It is left unchanged; the result has
             copies of its parameters.
         quantizer: as for `prepare_pt2e`.
-        inplace: edit `model`, a GraphModule, itself, and train its own parameters.
-        strict: make "nothing was quantized" and selectors that match nothing errors.
+        inplace: edit `model`, a GraphModule, itself, and train its parameters.
+        strict: raise an error if nothing is quantized, or if a selector matches nothing.
 
     Returns:
-        a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
+        a GraphModule with the signature of `model`, in the mode in which it was exported.
 
     Raises:
         NotExportedError, SelectorError, SharingError, AnnotationConflictError: as for `prepare_pt2e`.
-        NothingQuantizedError, UserError, MemberError: so too.
+        NothingQuantizedError, UserError, MemberError: as for `prepare_pt2e`.
     """
     return _prepared(model, quantizer, inplace, strict, trains=True)
 

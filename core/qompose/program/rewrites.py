@@ -209,7 +209,7 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
     """
     for name in wanted:
         if name not in _REWRITES:
-            raise UserError(f"there is no rewrite {name!r}{near_names(name, _REWRITES)}")
+            raise UserError(f"unknown rewrite {name!r}{near_names(name, _REWRITES)}")
     cast = _graphs_under_autocast(module)
     program = _Program(count_readers(module), computed_values(module))
     return [

@@ -132,7 +132,7 @@ class Quantizer(ABC):
         Raises:
             ConfigError: they hold what data cannot name, such as a function.
         """
-        raise ConfigError(f"{self.name} is code, which cannot be written as data: make it anew")
+        raise ConfigError(f"{self.name} is defined in code and cannot be saved; create it again")
 
     def to_json(self) -> str:
         """Return the settings as JSON text; see `to_dict`."""

@@ -75,8 +75,8 @@ class ComposableQuantizer(Quantizer):
             nested = isinstance(quantizer, ComposableQuantizer)
             if nested and quantizer.on_conflict != on_conflict:
                 raise ConfigError(
-                    f"{quantizer.name} is a composition with on_conflict={quantizer.on_conflict!r}, and it "
-                    f"would be taken apart into one with on_conflict={on_conflict!r}, which is for all "
+                    f"{quantizer.name} is a composition with on_conflict={quantizer.on_conflict!r}, but is "
+                    f"nested in one with on_conflict={on_conflict!r}, which applies to all "
                     "members. Give both the same one."
                 )
         self.quantizers = tuple(quantizers)
@@ -155,7 +155,7 @@ class ComposableQuantizer(Quantizer):
         Raises:
             UserError: always.
         """
-        raise UserError("a composition makes no claims of its own: ask its members")
+        raise UserError("a composition makes no claims; call propose on its members")
 
     def to_dict(self) -> dict[str, Any]:
         if type(self) is not ComposableQuantizer:
@@ -177,20 +177,19 @@ QuantizerLike: TypeAlias = "str | Quantizer | Sequence[str | Quantizer] | Any"
 
 
 def compose(*members: QuantizerLike, on_conflict: str = PRIORITY) -> ComposableQuantizer:
-    """Compose quantizers, in order of priority: what several want goes to the first that can take it.
+    """Compose quantizers in order of priority: contested operators go to the first that can quantize them.
 
     Args:
-        members: quantizers, also of other engines; installed backends by name, each with its default
-            configuration (`"mine"`) or another of its own (`"mine:dynamic"`); and lists of these.
-        on_conflict: "priority"; "error" where members may not want the same operators; or "first" where a
-            member may not change another's annotations, and is not to fail for it: see
-            `ComposableQuantizer`.
+        members: quantizers of any engine; installed backends by name, with the default configuration
+            (`"mine"`) or another (`"mine:dynamic"`); and lists of these.
+        on_conflict: "priority"; "error" to refuse contested operators; or "first" to undo changes to
+            another member's annotations instead of raising. See `ComposableQuantizer`.
 
     Raises:
         BackendNotFoundError: no such backend is installed.
-        PluginError: it is, and cannot be loaded.
+        PluginError: it is installed and cannot be loaded.
         ConfigError: it has no such configuration.
-        UserError: no members.
+        UserError: there are no members.
     """
     return ComposableQuantizer([_member(member) for member in _flat(members)], on_conflict)
 
@@ -228,14 +227,14 @@ def as_composition(quantizer: QuantizerLike) -> ComposableQuantizer:
 
 
 def quantizer_of(name: str) -> Quantizer:
-    """Return the quantizer of an installed backend, to be given selectors.
+    """Return the quantizer of an installed backend, to which selectors can be added.
 
     Args:
-        name: of the backend, which then has its default configuration; or `"name:configuration"`.
+        name: of the backend, with its default configuration, or `"name:configuration"`.
 
     Raises:
         BackendNotFoundError: no such backend is installed.
-        PluginError: it is, and cannot be loaded.
+        PluginError: it is installed and cannot be loaded.
         ConfigError: it has no such configuration.
     """
     name, colon, chosen = name.partition(":")

@@ -162,26 +162,26 @@ class _Bounds:
 def restrict(
     quantizer: Any, *, exclude: Iterable[object] = (), only: Iterable[object] | None = None
 ) -> Quantizer:
-    """Keep a quantizer that has no selectors, such as one of torchao, out of parts of a model.
+    """Keep a quantizer without selectors, such as one of torchao, out of parts of a model.
 
-    What it annotates there is dropped, and later members may take it; what its `transform_for_annotation`
-    rewrites stays. A region that it wants as a whole is dropped as a whole.
+    What it annotates there is dropped, as whole regions, and later members may claim it. What its
+    `transform_for_annotation` rewrites stays.
 
     Args:
         quantizer: a quantizer of another engine, or one that annotates.
-        exclude: what it does not quantize: paths of modules, regular expressions (`re.compile`) of such
-            paths, module types, aten operators, functions of torch, or predicates of a `torch.fx.Node`.
-        only: the same; it quantizes nothing else.
+        exclude: what it must not quantize: paths of modules, regular expressions (`re.compile`) of such
+            paths, module types, aten operators, torch functions, or predicates of a `torch.fx.Node`.
+        only: the same forms; everything else is excluded.
 
     Raises:
-        UserError: `quantizer` has selectors of its own, or is a composition or not a quantizer.
-        SelectorError: an entry is none of these. One that is not in the program is an error when the program
-            is prepared.
+        UserError: `quantizer` has selectors, or is a composition or not a quantizer.
+        SelectorError: an entry has none of these forms. One that matches nothing is an error when the
+            program is prepared.
     """
     adapted = adapt(quantizer)
     if isinstance(adapted, RuleQuantizer):
         raise UserError(
-            f"{adapted.name} has selectors of its own: use set_module_name(path, None) and its like"
+            f"{adapted.name} has selectors: use set_module_name(path, None) and similar methods"
         )
     if adapted.members != (adapted,):
         raise UserError(

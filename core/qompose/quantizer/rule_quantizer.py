@@ -251,9 +251,9 @@ class RuleQuantizer(Quantizer):
         """
         if type(self).annotate is not RuleQuantizer.annotate:
             raise UserError(
-                f"{type(self).__name__} has an annotate of its own, and a quantizer that works from a rule "
-                "table makes its claims in propose: override that, narrow it by selectors (set_filter picks "
-                "by any predicate), or derive from qompose.Quantizer"
+                f"{type(self).__name__} overrides annotate, but a quantizer with a rule table makes its "
+                "claims in propose: override that, narrow it with selectors (set_filter accepts any "
+                "predicate), or derive from qompose.Quantizer"
             )
         return [f"{self.name}: {note}" for note in self._assigned(exported).notes()]
 
@@ -387,8 +387,8 @@ def _operators(written: object) -> Kind:
     unknown = [name for name in names if not _operator(name)]
     if unknown:
         raise SelectorError(
-            f"there is no operator {' or '.join(map(repr, unknown))} in this process; one of another package "
-            "exists once that is imported"
+            f"no operator {' or '.join(map(repr, unknown))} is registered; if another package defines it, "
+            "import that first"
         )
     return Kind(operators=frozenset(names))
 
@@ -453,14 +453,14 @@ def selectors_to_data(selectors: Selectors, named: Named) -> list[dict[str, Any]
         ConfigError: a setting is a function, or a configuration holds what data cannot name.
     """
     if selectors.filter_function is not None:
-        raise ConfigError("a filter function is code, which cannot be written as data")
+        raise ConfigError("a filter function is code and cannot be saved")
     return [_setting_to_data(setting, named) for setting in selectors.settings]
 
 
 def _setting_to_data(setting: Setting, named: Named) -> dict[str, Any]:
     if setting.level == FILTER:
         raise ConfigError(
-            f"{setting.label} is code, which cannot be written as data: name the operators by a subgraph, "
+            f"{setting.label} is code and cannot be saved: name the operators by a subgraph, "
             "module names or calls"
         )
     key = _FORMS[setting.level].write(setting.key)

@@ -141,16 +141,16 @@ def _kind(number: int, record: Record) -> str:
 
 
 def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
-    """Check that quantizers took enough of a model of any stage, whatever runs it.
+    """Check that enough of a model is quantized, at any stage.
 
     Args:
         model: what `prepare_pt2e`, `convert_pt2e`, `lower` or `load` returned.
-        min_fraction: the least part of all multiply-accumulates, from 0 to 1, that is not float. Where
-            the model has none to count, it is the part of all float operators; 0 holds for every model.
+        min_fraction: the least share of multiply-accumulates, from 0 to 1, that must be quantized; for a
+            model without any, the least share of float operators. 0 holds for every model.
 
     Raises:
-        NothingQuantizedError: they did not; the message names the operators that stay in float.
-        StageError: the model was not even prepared.
+        NothingQuantizedError: less is quantized; the message names the operators that stay in float.
+        StageError: the model was not prepared.
         UserError: `min_fraction` is not a number from 0 to 1.
     """
     _check_fraction(min_fraction)
@@ -166,15 +166,15 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
 
 def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
-    """Check that enough of what was quantized runs on kernels for integers, be it weights alone.
+    """Check that enough of a model runs on int8 kernels.
 
     Args:
         model: what `lower` returned.
-        min_fraction: the least part of all multiply-accumulates, from 0 to 1; at 1, every operator that a
-            quantizer claimed must have a kernel as well.
+        min_fraction: the least share of multiply-accumulates, from 0 to 1; at 1, every claimed operator
+            must have a kernel as well.
 
     Raises:
-        NotLoweredError: it does not; the message names the operators that stay behind.
+        NotLoweredError: less does; the message names the other operators, with reasons.
         StageError: the model was not lowered.
         UserError: `min_fraction` is not a number from 0 to 1.
     """
@@ -277,7 +277,7 @@ def say_if_all_was_dropped(record: Record) -> None:
         return
     lines = [_of_claim(record, number, reason) for number, reason in sorted(record.dropped.items())]
     warn_user(
-        f"Nothing was quantized: conversion followed none of all claims ({len(lines)}):\n"
+        f"Nothing was quantized: conversion applied none of the claims ({len(lines)}):\n"
         f"{_shortened(lines)}"
     )
 

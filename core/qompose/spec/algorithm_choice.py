@@ -120,17 +120,17 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
 
 def _check(choice: object, word: object, mode: str, weight: Any) -> None:
     if isinstance(choice, type) or not isinstance(word, str):
-        raise ConfigError(f"algorithms must be words or objects with a word, got {choice!r}")
+        raise ConfigError(f"algorithms must be names or Algorithm objects, got {choice!r}")
     if word in ALGORITHM_WORDS and not (isinstance(choice, str) or _is_ours(choice)):
         raise ConfigError(
-            f"{word} is the word of an algorithm of qompose's: {choice!r} needs another"
+            f"{word} is the name of one of qompose's algorithms: {choice!r} needs another"
         )
     if isinstance(choice, str) and word not in ALGORITHM_WORDS:
         installed = sorted(point.name for point in entry_points(ALGORITHM_GROUP))
         if word not in installed:
             known = (*ALGORITHM_WORDS, *installed)
             hint = near_names(word, known)
-            raise ConfigError(f"there is no algorithm {word!r}{hint}: {', '.join(known)}")
+            raise ConfigError(f"unknown algorithm {word!r}{hint}: {', '.join(known)}")
     if weight is None:
         raise ConfigError(f"{word} changes weights, and this configuration leaves them in float")
     reason = _MODES.get(word, {}).get(mode)
@@ -157,13 +157,13 @@ def algorithm_class(word: object, path: str) -> type:
         found: type = resolve_name(_WITH_OPTIONS[str(word)])
         return found
     if word in ALGORITHM_WORDS:
-        raise ConfigError(f"{path}: {word} has no options that can be data: ask for it by its word")
+        raise ConfigError(f"{path}: {word} has no options that can be saved; request it by name")
     points = {point.name: point for point in entry_points(ALGORITHM_GROUP)}
     if word not in points:
         hint = near_names(str(word), (SMOOTH_QUANT, *points))
         raise ConfigError(
             f"{path}: no installed package offers the algorithm {word!r}{hint}, so its options cannot be "
-            "data. Ask for it by its word, or install the package"
+            "read. Request it by name, or install the package"
         )
     try:
         found = points[str(word)].load()

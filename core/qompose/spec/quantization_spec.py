@@ -413,7 +413,7 @@ class QuantizationConfig:
     def __post_init__(self) -> None:
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
-            raise ConfigError(f"options must be a tuple of words, got {given!r}")
+            raise ConfigError(f"options must be a tuple of strings, got {given!r}")
         object.__setattr__(self, "options", tuple(sorted(set(given))))
         if self.algorithms is not None:
             asked = (

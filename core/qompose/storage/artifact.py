@@ -75,19 +75,20 @@ from qompose.storage.program_json import (
 
 
 def save(model: Any, path: str | os.PathLike[str]) -> None:
-    """Write a model to a file, from which `load` makes it again in another process.
+    """Write a model to a file from which `load` restores it in another process.
 
-    Buffers that the program writes to are saved as they were exported. A file that exists is replaced at
-    once, or left as it is where saving fails; a symbolic link stays, and its file is replaced.
+    Buffers that the program writes to are saved with their exported values. An existing file is replaced
+    atomically, and kept if saving fails; a symbolic link is followed.
 
     Args:
-        model: what `convert_pt2e` or `lower` returned; or several of one kind by name, and a program of
+        model: what `convert_pt2e` or `lower` returned, a dict of several of one kind, or a program of
             several methods. What they share is stored once.
 
     Raises:
         StageError: the model was neither converted nor lowered, or was lowered in another process.
-        UserError: `path` is not a path, or is a directory, a pipe or a device; or names that no methods have.
-        ArtefactError: it holds something that cannot be stored; the message names it.
+        UserError: `path` is not a path, or is a directory, a pipe or a device; or a name is not valid for a
+            method.
+        ArtefactError: the model contains something that cannot be stored; the message names it.
         OSError: the file cannot be written.
     """
     path = _as_path(path, "save")
@@ -216,26 +217,25 @@ class _Stored:
 def load(
     path: str | os.PathLike[str], *, allow_mismatch: bool = False, as_converted: bool = False
 ) -> Any:
-    """Return the model that `save` wrote, as it was: it runs, and can be reported and lowered.
+    """Return the model that `save` wrote: it runs, and can be reported and lowered.
 
-    No pickle is read and no code of the file is run. Backends are imported where the model is lowered, here
-    or by `lower`, and where they recorded what it asks of the machine.
+    Nothing is unpickled and no code of the file is run. Backends are imported if the model is lowered, here
+    or by `lower`, and if they recorded requirements.
 
     Args:
-        allow_mismatch: load a model that was made for another machine, with a warning. What it
-            computes is the same, and not with the kernels that it was made for.
-        as_converted: do not lower again what was saved as a lowered model; no backend is needed for that.
+        allow_mismatch: load a model that was made for another machine, with a warning. It computes the
+            same, but not with the kernels that it was made for.
+        as_converted: do not lower a model that was saved lowered; this needs no backend.
 
     Returns:
-        a GraphModule, or by name a dict of several; of a model that was lowered for another target, what
-        `lower` returns for that. Where kernels differ from those that it was saved with, a QomposeWarning
-        names them.
+        a GraphModule, or a dict of several; for a model lowered for another target, what `lower` returns
+        for that target. A QomposeWarning names kernels that differ from those it was saved with.
 
     Raises:
         RequirementError: a backend's requirements are not met here; the message has the remedies.
-        UserError: `path` is not a path; or a kind of it that `lower` raises, if that was saved.
+        UserError: `path` is not a path; or what `lower` raises.
         ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators,
-            types or devices that are not there in this process.
+            types or devices that this process does not have.
         OSError: it cannot be read.
     """
     stored = _stored(_as_path(path, "load"))

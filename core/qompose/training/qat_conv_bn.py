@@ -97,8 +97,8 @@ def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
             )
         elif isinstance(mode, Norm) and mode.frozen:
             yield (
-                f"{describe(node)} keeps its running statistics in training: it was exported in evaluation, "
-                "beside operators in training; qompose.training.unfreeze_batch_norm changes that"
+                f"{describe(node)} keeps its running statistics in training: it was exported in eval mode, "
+                "other operators in train mode; qompose.training.unfreeze_batch_norm changes that"
             )
         elif isinstance(mode, Norm) and mode.momentum == 0.0:
             yield (

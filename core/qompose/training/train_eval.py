@@ -410,7 +410,7 @@ class QATSchedule:
             if number is not None and (isinstance(number, bool) or not number >= 0):
                 raise ConfigError(f"{name} must be the number of a step, got {number!r}")
         if self.observers_until == 0:
-            raise ConfigError("observers_until=0: without a step there are no ranges to keep")
+            raise ConfigError("observers_until=0 leaves no step in which to estimate ranges")
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Put a prepared model into the state of a step or epoch, counted from 0, however it came there."""

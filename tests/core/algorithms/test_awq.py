@@ -110,7 +110,7 @@ def test_a_product_divides_where_others_read_the_tensor_too() -> None:
     plain, scaled = (converted(model, config, seen) for config in (PLAIN, AWQ))
     assert multiplications(scaled) == multiplications(plain) + 1
     assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) + 2
-    assert "product in the graph" in said(scaled)[0][0]
+    assert "multiplication in the graph" in said(scaled)[0][0]
 
 
 def test_what_leaves_the_program_is_left_alone() -> None:

@@ -128,7 +128,7 @@ def test_members_without_selectors_are_not_heard() -> None:
     )
     assert {site.module for site in found.excluded} == {"layers.1", "layers.3"}
     assert found.written is None
-    assert any("annotator is code, which cannot be written" in note for note in found.notes)
+    assert any("annotator is defined in code" in note for note in found.notes)
     for chosen in (
         found.quantizer,
         found.apply(qompose.compose(annotator(), toy(config=PER_TENSOR))),

@@ -203,7 +203,7 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
 def test_an_option_that_no_rule_has_is_refused_when_it_is_set() -> None:
     with pytest.raises(ConfigError, match=r"'toy' .*'slwo'.*slow"):
         toy(OPTIONAL, config=dataclasses.replace(STATIC, options=("slwo",)))
-    with pytest.raises(ConfigError, match="tuple of words"):
+    with pytest.raises(ConfigError, match="tuple of strings"):
         dataclasses.replace(STATIC, options="slow")
 
 

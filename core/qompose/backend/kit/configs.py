@@ -253,7 +253,7 @@ def _chosen(options: dict[str, Any]) -> ConfigOptions:
     known = [field.name for field in fields(ConfigOptions)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"there is no option {name!r}{near_names(name, known)}")
+            raise ConfigError(f"unknown option {name!r}{near_names(name, known)}")
     return ConfigOptions(**options)
 
 

@@ -128,7 +128,11 @@ def plain_sum(operator: str = "op") -> Guard:
 def separate_inputs(match: Match) -> str | None:
     """Require that a float summand is not what the product reads in eight bits."""
     same = match.node("input") is match.node("other")
-    return "the product reads what is added, which stays in float" if same else None
+    return (
+        "the linear or convolution reads the tensor that is added, which stays in float"
+        if same
+        else None
+    )
 
 
 def computed_factors(match: Match) -> str | None:
@@ -159,7 +163,7 @@ def keeps_half(match: Match) -> str | None:
     before, after = shape_of(match.node("self")), shape_of(match.output)
     is_open = len(_known(after)) - len(_known(before)) > len(after) - len(before)
     if is_open or 2 * math.prod(_known(after)) < math.prod(_known(before)):
-        return "it keeps less than half of the values, which have a range of their own behind it"
+        return "it keeps less than half of the values, which need their own range"
     return None
 
 

@@ -184,7 +184,7 @@ def product_of(function: str | Callable[..., Tensor]) -> Product:
             return product
     known = ", ".join(PRODUCTS)
     raise ConfigError(
-        f"there is no product {function!r}{near_names(str(function), PRODUCTS)}; known are {known}"
+        f"unknown operator {function!r}{near_names(str(function), PRODUCTS)}; known are {known}"
     )
 
 
@@ -317,7 +317,7 @@ def binary(name: str, *, after: Sequence[Step] = ()) -> tuple[Pattern | Operator
         ConfigError: there is no such function.
     """
     if name not in BINARY:
-        raise ConfigError(f"there is no function {name!r}{near_names(name, BINARY)}")
+        raise ConfigError(f"unknown function {name!r}{near_names(name, BINARY)}")
     if not after:
         return (OperatorPattern(tuple(target for _, target in BINARY[name])),)
     found = []

@@ -178,7 +178,7 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
         return quantizer, False
     if not is_quantizer(copied):
         raise UserError(
-            f"{name}: copy.deepcopy of it gives {copied!r}, which has no annotate and validate methods; mend "
+            f"{name}: copy.deepcopy of it gives {copied!r}, which has no annotate and validate methods; fix "
             "its __deepcopy__ (or __reduce__), or let it raise, if it cannot be copied"
         )
     return copied, True

@@ -220,8 +220,8 @@ def _undone(claims: Sequence[Claim]) -> Iterator[str]:
         points = [str(spec.point) for spec in claim.specs if spec.bounds is not None]
         if points:
             yield (
-                f"{claim.owner}, rule {claim.rule}: nobody checks that its kernel takes the scale and zero "
-                f"point of {', '.join(points)}"
+                f"{claim.owner}, rule {claim.rule}: it is not checked that its kernel supports the scale and "
+                f"zero point of {', '.join(points)}"
             )
 
 
@@ -304,8 +304,8 @@ def _check_derived(specs: Iterable[PointSpec], standing: frozenset[str]) -> None
         for source in spec.references if spec.derived else ():
             if source not in made and source.holder not in standing:
                 raise SharingError(
-                    f"{spec.point} is derived from {source}, which this engine comes by later, or nobody "
-                    "annotates; qompose.prepare_pt2e takes specifications in any order"
+                    f"{spec.point} is derived from {source}, which this engine processes later, or which is "
+                    "not annotated; qompose.prepare_pt2e takes specifications in any order"
                 )
         made.add(spec.point)
 
@@ -321,7 +321,7 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
         if target not in known or target in visited:
             raise SharingError(
                 f"{start.point} shares the parameters of {target}, which has none. Annotate "
-                "that too, or give the point a specification of its own."
+                "that too, or give this tensor its own specification."
             )
         visited.add(target)
         spec = known[target]

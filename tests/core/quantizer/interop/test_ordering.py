@@ -114,7 +114,7 @@ def test_nodes_that_are_annotated_are_not_written_to(program: GraphModule) -> No
         ([shared_with(RELU, X_RELU), shared_with(X_RELU, RELU)], "which has none"),
         (
             [PointSpec(X_RELU, DERIVED, (RELU,)), PointSpec(RELU, INT8)],
-            "x -> relu is derived from output of relu, which this engine comes by later",
+            "x -> relu is derived from output of relu, which this engine processes later",
         ),
     ],
     ids=["to nothing", "in a circle", "derived from what comes later"],
