@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import digits_task as task
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return verdict(checks(outcome.results), console)
 
 
-def measure(steps: Steps) -> Outcome:
-    """Train, quantize with each backend for each target, and count right answers."""
+def measure(
+    steps: Steps, wanted: Mapping[tuple[str, ...], tuple[str, ...]] = COMPOSITIONS
+) -> Outcome:
+    """Train, quantize with each backend for each of its targets, and count right answers."""
     training, test = task.load()
     with steps.step(f"train on {len(training)} images") as track:
         net = task.train(training, track=track)
@@ -64,7 +66,7 @@ def measure(steps: Steps) -> Outcome:
     calibration = task.calibration(training)
     compositions = [
         quantize(exported, backends, targets, calibration, steps)
-        for backends, targets in COMPOSITIONS.items()
+        for backends, targets in wanted.items()
     ]
     nbytes = compositions[0].quantized.report.bytes_before
     engines = [Engine("float", net, nbytes)]

@@ -24,9 +24,9 @@ class Page:
 
     @property
     def source(self) -> str:
-        """When, by which command and where, in a sentence."""
+        """When, where and by which command, in a sentence."""
         place = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
-        return f"measured on {self.date}, not in this run, by\n  {self.command}\nwhose results are {place}"
+        return f"measured on {self.date}, not in this run ({place}), by\n  {self.command}"
 
     def table(self, columns: Sequence[str], title: str) -> Table:
         """Every row but that of the float network: the engine, and `columns` or that it failed."""

@@ -69,6 +69,18 @@ seven bits), the same neighbour in 0.914 to 0.936 of the texts; one of them is 0
 
 
 @dataclass(frozen=True, slots=True)
+class Subject:
+    """The encoder and its program, the batches that calibrate, and those that judge, with texts by kind."""
+
+    model: torch.nn.Module
+    exported: ExportedProgram
+    calibration: list[task.Batch]
+    data: list[task.Batch]
+    calibrated: int
+    judged: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """An engine, how close its embeddings are to the float ones, and how long a batch takes."""
 
@@ -81,13 +93,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was quantized; the results, float first; the .pte file and what it gives by itself.
+    """What was quantized; the results, float first; the .pte file and what it gives by itself."""
 
-    `calibrated` and `judged` count texts, the latter by kind.
-    """
-
-    calibrated: int
-    judged: dict[str, int]
+    subject: Subject
     compositions: list[Composition]
     results: list[Result]
     file_bytes: int
@@ -101,14 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start_executorch()
     with Steps() as steps:
         problem = "--no-compile was given" if options.no_compile else compiler_problem(steps)
-        outcome = measure(options.texts, options.rounds, problem is None, steps)
+        subject = load(options.texts, steps)
+        outcome = measure(subject, options.rounds, problem is None, steps)
     console = wide_console()
     show(outcome, peers, console)
     if problem:
         console.print(f"Nothing was compiled: {problem}", highlight=False, markup=False)
     if options.reports:
         console.print(*(result.engine.report or "" for result in outcome.results))
-    return verdict(checks(outcome, BOUNDS), console)
+    return verdict([file_check(outcome), *checks(outcome.results, BOUNDS)], console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,28 +130,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(of_each: int, rounds: int, compiled: bool, steps: Steps) -> Outcome:
-    """Quantize, embed so many texts of each kind with every engine, and time interleaved rounds."""
+def load(of_each: int, steps: Steps) -> Subject:
+    """Load the encoder and its texts, so many of each kind to judge by, and export it."""
     with steps.step("load the encoder and the texts"):
         model, texts, judged = task.load(), task.calibration_texts(), task.judged_texts(of_each)
         calibration = task.batches(texts)
         data = task.batches([text for of_kind in judged.values() for text in of_kind])
     with steps.step("export the encoder"):
         exported = _export(model, data[0])
-    xnnpack = quantize(exported, XNNPACK, ("torch", "executorch"), calibration, steps)
-    x86 = quantize(exported, X86, ("torch",), calibration, steps)
+    counts = {kind: len(of_kind) for kind, of_kind in judged.items()}
+    return Subject(model, exported, calibration, data, len(texts), counts)
+
+
+def measure(subject: Subject, rounds: int, compiled: bool, steps: Steps) -> Outcome:
+    """Quantize for every target, and judge every engine."""
+    model, exported, data = subject.model, subject.exported, subject.data
+    xnnpack = quantize(exported, XNNPACK, ("torch", "executorch"), subject.calibration, steps)
+    x86 = quantize(exported, X86, ("torch",), subject.calibration, steps)
     engines = _engines(model, xnnpack, x86)
     if compiled:
         engines = _with_compiled(engines, x86.lowered["torch"], data[0], steps)
     with steps.step("save the .pte and run it from its file"):
         file_bytes, vectors = _through_file(xnnpack.lowered["executorch"], data[0])
         agrees = torch.equal(vectors, xnnpack.lowered["executorch"](*data[0]))
+    results = judge(engines, data, rounds, steps)
+    return Outcome(subject, [xnnpack, x86], results, file_bytes, agrees)
+
+
+def judge(
+    engines: Sequence[Engine], data: Sequence[task.Batch], rounds: int, steps: Steps
+) -> list[Result]:
+    """Embed the texts with every engine, the float one first, and time interleaved rounds of a batch."""
     embeddings = [_embed(engine, data, steps) for engine in engines]
     milliseconds = _interleaved(engines, data[0], rounds, steps)
     scores = [_score(embeddings[0], vectors) for vectors in embeddings]
-    results = [Result(e, *s, m) for e, s, m in zip(engines, scores, milliseconds, strict=True)]
-    counts = {kind: len(of_kind) for kind, of_kind in judged.items()}
-    return Outcome(len(texts), counts, [xnnpack, x86], results, file_bytes, agrees)
+    return [Result(e, *s, m) for e, s, m in zip(engines, scores, milliseconds, strict=True)]
 
 
 def compiler_problem(steps: Steps) -> str | None:
@@ -236,7 +258,7 @@ def show(outcome: Outcome, peers: measured.Page, console: Console) -> None:
     console.print(summary(outcome.results))
     same = "the same" if outcome.file_agrees else "OTHER"
     told = (
-        f"{split_of(outcome)}\nThe .pte file has {outcome.file_bytes:,} bytes; loaded by ExecuTorch "
+        f"{split_of(outcome.subject)}\nThe .pte file has {outcome.file_bytes:,} bytes; loaded by ExecuTorch "
         f"alone it gives {same} embeddings."
     )
     console.print(told, highlight=False)
@@ -245,12 +267,12 @@ def show(outcome: Outcome, peers: measured.Page, console: Console) -> None:
     console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
-def split_of(outcome: Outcome) -> str:
+def split_of(subject: Subject) -> str:
     """Which texts calibrated, and which judged."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.judged.items())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in subject.judged.items())
     return (
-        f"Calibrated with {outcome.calibrated} {task.CALIBRATED}; judged by "
-        f"{sum(outcome.judged.values())} texts of other sources: {kinds}."
+        f"Calibrated with {subject.calibrated} {task.CALIBRATED}; judged by "
+        f"{sum(subject.judged.values())} texts of other sources: {kinds}."
     )
 
 
@@ -277,11 +299,16 @@ def summary(results: Sequence[Result]) -> Table:
     return table
 
 
-def checks(outcome: Outcome, bounds: Mapping[str, Bounds]) -> list[Check]:
-    """What the demo promises of every int8 engine, by the backend in its name, and of the .pte file."""
-    float_bytes = outcome.results[0].engine.nbytes
-    made = [Check("the .pte file gives the embeddings of its program", outcome.file_agrees, low=1)]
-    for result in outcome.results:
+def file_check(outcome: Outcome) -> Check:
+    """What the demo promises of the .pte file."""
+    return Check("the .pte file gives the embeddings of its program", outcome.file_agrees, low=1)
+
+
+def checks(results: Sequence[Result], bounds: Mapping[str, Bounds]) -> list[Check]:
+    """What the demo promises of every int8 engine, by the backend in its name; float is the first."""
+    float_bytes = results[0].engine.nbytes
+    made: list[Check] = []
+    for result in results:
         name, report = result.engine.name, result.engine.report
         if report is None:
             continue

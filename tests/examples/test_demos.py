@@ -40,7 +40,8 @@ def outcome(example: Any) -> Any:
     sentence = example(*SENTENCE)
     example("quiet").start_executorch()
     with example("steps").Steps() as named:
-        return sentence.measure(of_each=21, rounds=2, compiled=False, steps=named)
+        subject = sentence.load(of_each=21, steps=named)
+        return sentence.measure(subject, rounds=2, compiled=False, steps=named)
 
 
 @pytest.mark.full
@@ -67,7 +68,8 @@ def test_digits_demo_fails_where_accuracy_is_lost(digits: ModuleType, checks: Mo
 def test_sentence_demo_keeps_all_but_its_accuracy_on_few_texts(example: Any, outcome: Any) -> None:
     """Coverage, bytes and the .pte file as promised; accuracy is that of 63 texts."""
     sentence = example(*SENTENCE)
-    made = sentence.checks(outcome, dict.fromkeys(sentence.BOUNDS, sentence.Bounds(**LOOSE)))
+    bounds = dict.fromkeys(sentence.BOUNDS, sentence.Bounds(**LOOSE))
+    made = [sentence.file_check(outcome), *sentence.checks(outcome.results, bounds)]
     assert len(made) == 1 + 3 * 4
     assert [str(check) for check in made if not check.holds] == []
 
@@ -85,6 +87,42 @@ def test_sentence_demo_says_who_took_what(outcome: Any) -> None:
             "aten.embedding": {("embedding", "float kernel on integers")},
             "aten.linear": {(linear, "int8 kernel")},
         }
+
+
+@pytest.mark.full
+def test_the_short_demo_ends_with_one_screen_and_a_report(
+    example: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+) -> None:
+    """On less data: the figures are counted, not judged."""
+    demo, quick = example("demo", *SENTENCE[1:], *DIGITS[1:]), example("in_three_minutes")
+    monkeypatch.setattr(quick.sentence.task, "JUDGED_OF_EACH", 24)
+    monkeypatch.setattr(quick.digits.task, "EPOCHS", 1)
+    monkeypatch.setattr(quick, "verdict", lambda made, console: len(made))
+    page = tmp_path / "report.html"
+    steps: list[str] = []
+    monkeypatch.setattr(demo, "Steps", _counting(example("steps").Steps, steps))
+    assert demo.main(["--output", str(page)]) == 3 + 2 * 4
+    assert len(steps) == demo.STEPS
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert len(lines) < 20  # and the verdict
+    assert max(len(line) for line in lines if not line.startswith("  python")) <= 100
+    for name in ("nncf *", "int8 xnnpack", "int8 embedding + x86_inductor", page.name):
+        assert name in shown.out
+    assert "First result" in shown.err
+    assert "own SQNR" in page.read_text("utf-8")
+
+
+def _counting(kind: type, steps: list[str]) -> Any:
+    class Counting(kind):
+        def step(self, name: str) -> Any:
+            steps.append(name)
+            return super().step(name)
+
+    return Counting
 
 
 def test_check_fails_on_nan(checks: ModuleType) -> None:
