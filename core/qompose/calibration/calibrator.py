@@ -42,7 +42,7 @@ from qompose.observers.make_observer import DerivedObserver, observer_nodes, obs
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.program.user_input import check_limit, iterated, run_batch
-from qompose.training.qat_conv_bn import is_trained
+from qompose.training.train_eval import is_trained
 
 
 def calibrate(

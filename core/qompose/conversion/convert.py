@@ -45,9 +45,17 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
-from qompose.program.meta import CAST_TAG, META_KEY, clear_origin, hand_over, tag
+from qompose.program.meta import (
+    CAST_TAG,
+    META_KEY,
+    QUANTIZATION_TAG,
+    clear_origin,
+    give_source,
+    hand_over,
+    tag,
+)
 from qompose.reporting.build_report import log_stage, say_if_all_was_dropped, say_if_modes_were_lost
-from qompose.spec.claim import clear_annotations
+from qompose.spec.claim import Point, clear_annotations
 from qompose.spec.qdq import (
     OperatorPair,
     QParams,
@@ -63,7 +71,8 @@ from qompose.spec.qdq import (
     static_pair,
 )
 from qompose.spec.qparams import DEFAULT_EPS, along
-from qompose.training.qat_conv_bn import deployment_form, is_trained
+from qompose.training.qat_conv_bn import deployment_form
+from qompose.training.train_eval import is_trained
 
 
 @overload
@@ -296,6 +305,7 @@ class _QDQInserter:
         self._zeros: dict[tuple[int, ...], Tensor] = {}
         self._integers: dict[tuple[Any, ...], Tensor] = {}
         self._paths: dict[tuple[int, int], str] = {}  # (module, tensor) -> where it stands
+        self._annotated = {spec.point for claim in plan.claims for spec in claim.specs}
         self._readers = Counter(
             (id(owner_of(n)), n.target) for n in nodes_in(model) if n.op == "get_attr"
         )
@@ -455,7 +465,15 @@ class _QDQInserter:
         example = value_of(value).to(pair.dtype)
         maker = value if value.op == "call_function" else first_user(node)
         with node.graph.inserting_before(node):
-            return _call(pair.quantize, (value, *pair.arguments), maker, example)
+            quantized = _call(pair.quantize, (value, *pair.arguments), maker, example)
+        give_source(value, quantized)
+        self._port_tag(Point(value.name), value, quantized)
+        return quantized
+
+    def _port_tag(self, point: Point, operator: Node, made: Node) -> None:
+        """Put a node into an operator's partition, if the point has a specification of that operator."""
+        if point in self._annotated and QUANTIZATION_TAG in operator.meta:
+            made.meta[QUANTIZATION_TAG] = operator.meta[QUANTIZATION_TAG]
 
     def _folded(self, node: Node, value: Node, constant: Tensor, number: int) -> Node:
         """Quantize a parameter now. Its name stays its module path, with `_q` behind it.
@@ -475,7 +493,10 @@ class _QDQInserter:
         reader = first_user(node)
         self.quantized[str(value.target)] = reader.name
         with node.graph.inserting_before(node):
-            return self._buffer(f"{value.target}_q", self._integers[key], reader)
+            read = self._buffer(f"{value.target}_q", self._integers[key], reader)
+        if QUANTIZATION_TAG in value.meta:
+            read.meta[QUANTIZATION_TAG] = value.meta[QUANTIZATION_TAG]
+        return read
 
     def _release(self, value: Node) -> None:
         """Drop a parameter that nothing reads any more, so that both forms are never held at once."""
@@ -524,6 +545,8 @@ class _QDQInserter:
             )
         pair = dynamic_pair(spec, low, high, scale, zero_point)
         quantized = self._quantized(node, value, pair)
+        for made in (chosen, quantized):
+            self._port_tag(Point(observed.tensor, reader.name), reader, made)
         self._dequantize_for_each_user(observed, quantized, pair, value, None, shaped)
 
     def _cast(self, observed: Observed, value: Node, dtype: torch.dtype) -> None:
@@ -561,6 +584,7 @@ class _QDQInserter:
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
                 read.kwargs = keywords
+                self._port_tag(Point(observed.tensor, user.name), user, read)
                 self._note(observed, user, read, value)
                 if not exact and example.dtype is not torch.float32:
                     read.meta["val"] = example.to(torch.float32)
@@ -569,6 +593,7 @@ class _QDQInserter:
                     read = _call(_view_as, (read, shaped), reader, value_of(shaped))
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
+            give_source(value if shaped is None else shaped, read)
             if value.op == "get_attr":  # the only trace of its floats
                 hand_over(value, read)
             user.replace_input_with(node, read)
@@ -594,6 +619,7 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
 def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
     """Insert a cast, tagged as one that the program did not have."""
     cast = _call(_to, (value, dtype), like, example.to(dtype))
+    give_source(value, cast)
     tag(cast, **{CAST_TAG: True})
     return cast
 

@@ -35,7 +35,7 @@ from qompose.program.user_input import as_graph_module, unlifted
 from qompose.reporting.build_report import one_of
 from qompose.spec import qdq
 from qompose.spec.qparams import along
-from qompose.training.qat_conv_bn import is_trained
+from qompose.training.train_eval import is_trained
 
 FLOAT, EXPORTED, OUTPUTS = "float", "exported", "outputs"
 

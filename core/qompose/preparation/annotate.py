@@ -43,6 +43,7 @@ from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_choice import not_in_training
 from qompose.spec.claim import PRIORITY, Claim, Composition, Proposal, Rejection, clear_annotations
+from qompose.training.qat_conv_bn import Unfolded
 
 TRANSFORM = "transform_for_annotation"
 
@@ -76,7 +77,8 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
 
     def attempt(candidates: Sequence[Candidate]) -> Attempt:
         unfolded = [candidate for candidate in folds if candidate not in candidates]
-        tried.append((candidates, _attempt(exported, quantizer, members, candidates, unfolded)))
+        made = _attempt(exported, quantizer, members, candidates, unfolded, trains=trains)
+        tried.append((candidates, made))
         return tried[-1][1]
 
     made, candidates, refused = covered_rewrites(
@@ -105,6 +107,8 @@ def _attempt(
     members: Mapping[str, Quantizer],
     candidates: Sequence[Candidate],
     unfolded: Sequence[Candidate],
+    *,
+    trains: bool,
 ) -> Attempt:
     for member in members.values():
         member.start()
@@ -115,8 +119,11 @@ def _attempt(
         working = refresh(working)
     working, own, notes = transformed(working, quantizer, members)
     standing = {node.name for node in nodes_in(working)}  # a member may have folded one itself
-    names = {name for c in unfolded if c.nodes[-1] in standing for name in c.nodes}
-    composition = _composed(working, members, quantizer.on_conflict, names)
+    apart = {name for c in unfolded if c.nodes[-1] in standing for name in c.nodes}
+    folded = [c.nodes for c in candidates if trains and c.rewrite == FOLD_BATCH_NORM]
+    folds = {names[0]: names[-1] for names in folded}
+    norms = Unfolded({node.name: node for node in nodes_in(exported)}, folds)
+    composition = _composed(working, members, quantizer.on_conflict, apart, norms)
     composition.notes += notes
     named = zip(candidates, pieces, strict=True)
     engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
@@ -164,18 +171,20 @@ def _composed(
     members: Mapping[str, Quantizer],
     on_conflict: str,
     unfolded: Collection[str],
+    norms: Unfolded,
 ) -> Composition:
     """Compose a program and each of its bodies.
 
     Args:
         unfolded: operators into which nothing was folded, because nobody wanted it.
+        norms: shows what was folded for training, and is not folded yet where other engines ask.
     """
     result = Composition()
     bodies = body_labels(model)
-    asked = [
-        (label, _folded_only(member, unfolded) if member.expects_folded else member.propose)
-        for label, member in members.items()
-    ]
+    asked: list[tuple[str, Propose]] = []
+    for label, member in members.items():
+        propose = _folded_only(member, unfolded) if member.expects_folded else member.propose
+        asked.append((label, _shown_norms(member, propose, norms)))
     for part in graphs_in(model):
         with locating(bodies.get(part.graph, "")):
             composition = compose_claims(part, asked, on_conflict)
@@ -205,6 +214,39 @@ def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
         )
 
     return propose
+
+
+def _shown_norms(member: Quantizer, propose: Propose, norms: Unfolded) -> Propose:
+    """Return a `propose` that shows batch norms which are folded for training to a member that needs them.
+
+    Quantizers of other engines always see them, as there. One that annotates by qompose's own class sees
+    the folded program, and the other one if it fails on that or finds nothing in it.
+    """
+    inner = getattr(member, "member", member)
+    if not (member.expects_folded or type(inner).propose is Quantizer.propose):
+        return propose
+
+    def proposed(
+        model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
+    ) -> Proposal:
+        view = norms.view(model)
+        if view is None:
+            return propose(model, taken, on_conflict)
+        failed: MemberError | None = None
+        if not member.expects_folded:
+            try:
+                found = propose(model, taken, on_conflict)
+            except MemberError as error:
+                failed = error
+            else:
+                if found.claims:
+                    return found
+        try:
+            return norms.proposal(propose(view, taken, on_conflict), model)
+        except MemberError as error:
+            raise (failed or error) from error
+
+    return proposed
 
 
 def transformed(

@@ -39,7 +39,7 @@ from qompose.program.graph import (
     replace_in_place,
     value_of,
 )
-from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
+from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, give_source, tag
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
@@ -440,6 +440,7 @@ class _Inserter:
         owner_of(value).add_module(node.name, observer)
         node.meta["val"] = value_of(value)
         node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
+        give_source(value, node)
         tag(node, **{GROUP_TAG: number})
         if constant_of(value) is not None and isinstance(observer, Observer):
             observer.constant = True

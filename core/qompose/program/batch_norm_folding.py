@@ -22,7 +22,7 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
-from qompose.program.meta import VALUE_TAG, tag, values_of
+from qompose.program.meta import VALUE_TAG, give_source, tag, values_of
 
 aten = torch.ops.aten
 
@@ -114,6 +114,7 @@ def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[st
     producer.args = (*producer.args[:2], new_bias, *producer.args[3:])
     norm.replace_all_uses_with(producer)
     tag(producer, **{VALUE_TAG: values_of(norm)})  # its own is not computed any more
+    give_source(norm, producer)
     module.graph.erase_node(norm)
     return (producer.name,)
 

@@ -89,6 +89,7 @@ def hand_over(old: Node, new: Node, grid: tuple[Any, ...] | None = None) -> None
         grid: scale, zero point, least and largest of the integers, if it gives those.
     """
     values = values_of(old)
+    give_source(old, new)
     if values:
         tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
         if (factors := tag_of(old, FACTORS_TAG)) is not None:
@@ -100,15 +101,20 @@ def hand_over(old: Node, new: Node, grid: tuple[Any, ...] | None = None) -> None
 
 def provenance_of(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta for nodes that are made for it; they give other values."""
-    meta = {key: node.meta[key] for key in PROVENANCE if key in node.meta}
-    if tag_of(node, VALUE_TAG) is not None:
-        others = dict(meta["custom"])
-        facts = others.pop(CUSTOM_KEY)
-        own = {k: v for k, v in facts.items() if k not in _OF_VALUES}
-        meta["custom"] = {**others, CUSTOM_KEY: own} if own else others
-        if not meta["custom"]:
-            del meta["custom"]
-    return meta
+    meta = {key: node.meta[key] for key in PROVENANCE if key in node.meta and key != SOURCE_KEY}
+    others = {k: v for k, v in (meta.pop("custom", None) or {}).items() if k != HANDLE_KEY}
+    own = {k: v for k, v in others.pop(CUSTOM_KEY, {}).items() if k not in _OF_VALUES}
+    custom = {**others, CUSTOM_KEY: own} if own else others
+    return {**meta, "custom": custom} if custom else meta
+
+
+def give_source(old: Node, new: Node) -> None:
+    """Let numeric debuggers compare a node with the operator whose value it gives, as `old` does."""
+    if SOURCE_KEY in old.meta:
+        new.meta[SOURCE_KEY] = old.meta[SOURCE_KEY]
+    handle = (old.meta.get("custom") or {}).get(HANDLE_KEY)
+    if handle is not None:
+        new.meta["custom"] = {**(new.meta.get("custom") or {}), HANDLE_KEY: handle}
 
 
 def mark(node: Node, entries: Mapping[str, Any]) -> None:
@@ -127,6 +133,14 @@ PROVENANCE = (
     "from_node",
     "custom",
 )
+
+
+SOURCE_KEY, HANDLE_KEY = "from_node", "numeric_debug_handle"
+"""By which numeric debuggers pair nodes of two programs: torch's own key, and torchao's inside "custom"."""
+
+
+QUANTIZATION_TAG = "quantization_tag"
+"""Key under which quantizers of this field note on an operator which of their partitions it is in."""
 
 
 LEARNED_KEY = "qompose_learned"

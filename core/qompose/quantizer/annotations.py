@@ -14,14 +14,15 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from qompose.errors import AnnotationConflictError, ConfigError, UserError
 from qompose.program.aliasing import unsafe_values
 from qompose.program.aten_operators import with_sources
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
-from qompose.program.meta import ANNOTATION_KEY
+from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums, own_buffers
 from qompose.spec.claim import (
     FIRST,
@@ -108,6 +109,7 @@ def propose_annotations(
         elif point_specs(node) != before[node.name]:
             _changed(proposal, owners[node.name], owner, node, on_conflict)
     proposal.claims = claims_of(owner, annotated, proposal)
+    proposal.marks = _marks_between(model, snapshot)
     return proposal
 
 
@@ -389,3 +391,37 @@ def _with_nodes(spec: PointSpec, nodes: dict[str, Node]) -> QuantizationSpecBase
         facts = {k: v for k, v in spec.spec.__dict__.items() if k != "derived_from"}
         return DerivedQuantizationSpec(derived_from=places, **facts)
     return spec.spec
+
+
+_OURS = {*PROVENANCE, ANNOTATION_KEY, "val", "tensor_meta"}
+
+
+def _marks_between(before: GraphModule, after: GraphModule) -> dict[str, dict[str, Any]]:
+    """Return the entries that nodes of `after` have beyond those of the same name in `before`.
+
+    Entries under "custom" are compared one by one. Those that hold nodes or graphs are left out: they
+    would keep a copy of the program alive, and mean nothing in another one.
+    """
+    known = {node.name: node.meta for node in before.graph.nodes}
+    pairs = ((node, known[node.name]) for node in after.graph.nodes if node.name in known)
+    found = {node.name: dict(_entries(node.meta, meta)) for node, meta in pairs}
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def _entries(meta: Mapping[str, Any], earlier: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in meta.items():
+        if key not in earlier and key not in _OURS and _is_plain(value):
+            yield key, value
+    had = earlier.get("custom") or {}
+    custom = {
+        key: value
+        for key, value in (meta.get("custom") or {}).items()
+        if key not in had and key != CUSTOM_KEY and _is_plain(value)
+    }
+    if custom:
+        yield "custom", custom
+
+
+def _is_plain(value: object) -> bool:
+    parts = [*pytree.tree_leaves(value), *getattr(value, "__dict__", {}).values()]
+    return not any(isinstance(part, (Node, Graph, GraphModule)) for part in parts)

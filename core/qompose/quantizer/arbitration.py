@@ -132,12 +132,13 @@ class _Arbiter:
         return list({c.owner: c for c in self.result.chosen if c.owner in winners}.values())
 
     def mark(self, label: str, proposal: Proposal) -> None:
-        """Put what a member wrote for later tools on the operators of its chosen claims."""
+        """Put what a member wrote for later tools on the operators of its claims, and their parameters."""
         if not proposal.marks:
             return
         held = {n for claim in self.result.chosen if claim.owner == label for n in claim.nodes}
         for node in self.model.graph.nodes:
-            if node.name in held:
+            readers = {user.name for user in node.users} if node.op == "get_attr" else set()
+            if node.name in held or not readers.isdisjoint(held):
                 mark(node, proposal.marks.get(node.name, {}))
 
     def _decide_waiting(self) -> None:

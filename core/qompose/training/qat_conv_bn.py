@@ -12,6 +12,7 @@ dict has the model's own names.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from qompose.program.graph import (
     behind_modules,
     call,
     constant_of,
+    copy_graph_module,
     describe,
     free_attribute,
     get_attribute,
@@ -40,7 +42,9 @@ from qompose.program.graph import (
 )
 from qompose.program.meta import hand_over
 from qompose.program.rewrites import FOLD_BATCH_NORM
+from qompose.spec.claim import Claim, Point, PointSpec, Proposal, shared_with
 from qompose.spec.qparams import along
+from qompose.spec.quantization_spec import DerivedQuantizationSpec
 from qompose.training.train_eval import BatchNorm, ModeArgument, Norm, SwitchedOperator, mode_of
 
 aten = torch.ops.aten
@@ -178,6 +182,114 @@ def _unfold(producer: Node, before: Node, norm: Node) -> None:
     behind.args = operands
 
 
+class Unfolded:
+    """A program as engines that fold in training alone show it to quantizers: each batch norm in its place.
+
+    Args:
+        original: the nodes of the program before it was rewritten, by name.
+        folds: names of operators, and of the batch norms that were folded into them.
+    """
+
+    def __init__(self, original: Mapping[str, Node], folds: Mapping[str, str]) -> None:
+        self._original, self._norm_of = original, folds
+        self._producer_of = {norm: producer for producer, norm in folds.items()}
+
+    def view(self, model: GraphModule) -> GraphModule | None:
+        """Return a copy of a program, or of a body, with its batch norms; None where it had none."""
+        if self._norm_of.keys().isdisjoint(node.name for node in model.graph.nodes):
+            return None
+        shown = copy_graph_module(model)
+        for node in list(shown.graph.nodes):
+            if node.name in self._norm_of:
+                self._put_back(node)
+        return shown
+
+    def _put_back(self, producer: Node) -> None:
+        norm = self._original[self._norm_of[producer.name]]
+        mode: Any = mode_of(norm)
+        parameters = [_read_before(producer, argument) for argument in norm.args[1:5]]
+        args = (producer, *parameters, not mode.frozen, *norm.args[6:])
+        with producer.graph.inserting_after(producer):
+            shown = producer.graph.create_node("call_function", norm.target, args, {}, norm.name)
+        shown.meta = dict(norm.meta)
+        producer.replace_all_uses_with(shown, lambda user: user is not shown)
+        if arguments_of(self._original[producer.name])["bias"] is None:
+            producer.args = (*producer.args[:2], None, *producer.args[3:])
+
+    def proposal(self, made: Proposal, model: GraphModule) -> Proposal:
+        """Return what was proposed of the view as something of `model`, where the batch norms are folded.
+
+        What is said of a batch norm's output is of its producer's; nothing can be said of what lies between.
+        """
+        names = {node.name for node in model.graph.nodes}
+        moved, notes = [], list(made.notes)
+        for claim in made.claims:
+            specs: dict[Point, PointSpec] = {}
+            for spec in claim.specs:
+                place = self._moved(spec)
+                if place.point.source in names and place.point.user != place.point.source:
+                    specs[place.point] = place
+                else:
+                    why = "it is inside of what the batch norm is folded into"
+                    notes.append(
+                        f"{claim.owner} annotates {spec.point}, which was not followed: {why}"
+                    )
+            if specs:
+                moved.append(self._moved_claim(claim, tuple(specs.values())))
+        marks: dict[str, Mapping[str, Any]] = {}
+        for name, entries in made.marks.items():
+            marks[self._place(name)] = {**entries, **marks.get(self._place(name), {})}
+        return replace(made, claims=_joined(moved), notes=notes, marks=marks)
+
+    def _place(self, name: str) -> str:
+        return self._producer_of.get(name, name)
+
+    def _point(self, point: Point) -> Point:
+        user = None if point.user is None else self._place(point.user)
+        return Point(self._place(point.source), user)
+
+    def _moved(self, spec: PointSpec) -> PointSpec:
+        """Return a specification at its place in the folded program, and what it refers to too."""
+        point, references = self._point(spec.point), tuple(map(self._point, spec.references))
+        if spec.shared:
+            return shared_with(point, references[0], implicit=spec.allow_implicit_sharing)
+        moved = replace(spec, point=point, references=references)
+        if isinstance(spec.spec, DerivedQuantizationSpec):
+            places: Any = list(references)
+            moved = replace(moved, spec=replace(spec.spec, derived_from=places))
+        return moved
+
+    def _moved_claim(self, claim: Claim, specs: tuple[PointSpec, ...]) -> Claim:
+        return replace(
+            claim,
+            specs=specs,
+            anchor=self._place(claim.anchor),
+            nodes=tuple(dict.fromkeys(map(self._place, claim.nodes))),
+            output=self._place(claim.output),
+            operands=tuple(replace(o, user=self._place(o.user)) for o in claim.operands),
+        )
+
+
+def _joined(claims: Iterable[Claim]) -> list[Claim]:
+    """Join claims that were of an operator and of its batch norm; what the later says of a tensor counts."""
+    joined: list[Claim] = []
+    for claim in claims:
+        for number, other in enumerate(joined):
+            if not {*other.nodes}.isdisjoint(claim.nodes):
+                specs = {spec.point: spec for spec in (*other.specs, *claim.specs)}
+                joined[number] = replace(
+                    other,
+                    nodes=tuple(dict.fromkeys((*other.nodes, *claim.nodes))),
+                    output=claim.output,
+                    specs=tuple(specs.values()),
+                    operands=(*other.operands, *claim.operands),
+                )
+                break
+        else:
+            joined.append(claim)
+    return joined
+
+
 def _call(at: Node, module: nn.Module, args: tuple[Any, ...], like: Node) -> Node:
     """Call a module at the insertion point of a node's graph."""
     owner = owner_of(at)
@@ -201,12 +313,6 @@ def _take_place(node: Node, other: Node) -> Node:
     node.graph.erase_node(node)
     other.name = name
     return other
-
-
-def is_trained(model: GraphModule) -> bool:
-    """Tell whether a program has a form to be trained in, which differs from the one to be deployed."""
-    kinds = (FusedBatchNorm, BatchNorm, SwitchedOperator)
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def deployment_form(model: GraphModule) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """train() and eval() of a prepared program, and the schedule by which training freezes parts of it.
 
-Prepared models have `train()` and `eval()` of their own. They are here under torchao's names too, for
-scripts that were written with those: torchao's functions look for patterns in the graph that are not in
-qompose's, and change nothing. Batch norms of several processes that train together have the statistics of
-all their batches.
+What `prepare_qat_pt2e` returns has `train()` and `eval()` of its own. torchao's functions of these names look
+for patterns that are not in it, and change nothing; those here switch programs of every stage. Batch norms
+of several processes that train together have the statistics of all their batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,15 @@ from qompose.errors import ConfigError, StageError
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.min_max import several_processes
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import constant_of
+from qompose.program.graph import (
+    call,
+    constant_of,
+    holds,
+    owner_of,
+    read_attribute,
+    set_attribute,
+    value_of,
+)
 from qompose.program.meta import META_KEY, MODE_KEY
 from qompose.spec.qparams import along
 
@@ -159,6 +167,8 @@ def evaluation_form(program: GraphModule) -> bool:
     counters, nodes = _take_counters(program), list(nodes_in(program))
     training = any(_trains(node) for node in nodes)
     for node in nodes:
+        if not training and mode_of(node) is not None:
+            continue  # it was brought into evaluation before
         if _has_statistics(node):
             prefix = str(getattr(node.args[3], "target", "")).rpartition(".")[0]
             momentum, frozen = cast(float, node.args[6]), training and not _trains(node)
@@ -223,73 +233,103 @@ def _filled(node: Node, position: int) -> tuple[Any, ...]:
     return (*node.args, *(argument.default_value for argument in rest))
 
 
-_PREPARED = "prepare_qat_pt2e takes programs that were exported in either mode."
-
-
 def move_exported_model_to_eval(model: GraphModule) -> GraphModule:
-    """Put a model of any stage into evaluation, in place, or an exported one that is not prepared yet.
+    """Let an exported program, or what any later stage made of one, be as in evaluation, in place.
 
     Returns:
         `model`.
 
     Raises:
-        StageError: `model` is neither.
+        StageError: `model` was not exported.
     """
-    if _stage(model) is not None:
-        return model.eval()
-    if not (isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes)):
-        raise StageError(
-            "move_exported_model_to_eval takes the GraphModule of an exported program, or of a later "
-            f"stage, got {type(model).__name__!r}. Export it in evaluation: "
-            "torch.export.export(model.eval(), ...)"
-        )
-    evaluation_form(model)
-    for node in nodes_in(model):
-        node.meta.pop(MODE_KEY, None)  # it is not going to be trained again
-    for module in model.modules():
-        if isinstance(module, GraphModule):
-            module.recompile()
-    return model
+    return _switched(model, training=False)
 
 
 def move_exported_model_to_train(model: GraphModule) -> GraphModule:
-    """Put a prepared model into training, in place.
+    """Let an exported program, or what any later stage made of one, be as in training, in place.
+
+    Batch norms that were exported in evaluation beside operators in training stay in evaluation. Those
+    that conversion folded are gone.
 
     Returns:
         `model`.
 
     Raises:
-        StageError: `model` was not prepared, or was converted.
+        StageError: `model` was not exported.
     """
-    if _stage(model) == "prepared":
-        return model.train()
-    raise StageError(
-        f"move_exported_model_to_train takes a prepared model, got {_said(model)}. {_PREPARED}"
-    )
+    return _switched(model, training=True)
 
 
 def allow_exported_model_train_eval(model: GraphModule) -> GraphModule:
-    """Return `model`, which is prepared, converted or lowered: `train()` and `eval()` work without this.
+    """Let `train()` and `eval()` of an exported program, or of any later stage, switch its operators.
+
+    What `prepare_qat_pt2e` returns does so anyway. Copies and later stages need another call.
+
+    Returns:
+        `model`.
 
     Raises:
-        StageError: `model` was not prepared: it stays in the mode of its export.
+        StageError: `model` was not exported.
     """
-    if _stage(model) is not None:
-        return model
+    _check_exported(model)
+    if not is_trained(model):
+        model.train = MethodType(_train, model)  # type: ignore[method-assign]
+        model.eval = MethodType(move_exported_model_to_eval, model)  # type: ignore[method-assign]
+    return model
+
+
+def is_trained(model: GraphModule) -> bool:
+    """Tell whether a program has a form to be trained in, which differs from the one to be deployed."""
+    return any(isinstance(module, (BatchNorm, SwitchedOperator)) for module in model.modules())
+
+
+def _train(model: GraphModule, mode: bool = True) -> GraphModule:
+    return _switched(model, training=mode)
+
+
+def _switched(model: GraphModule, *, training: bool) -> GraphModule:
+    _check_exported(model)
+    evaluation_form(model)
+    if training:
+        _training_operators(model)
+    for module in model.modules():
+        if isinstance(module, GraphModule):
+            module.recompile()
+    if hasattr(model, "meta") and META_KEY in model.meta:  # torch forbids it of what it exports
+        nn.Module.train(model, training)
+    return model
+
+
+def _training_operators(program: GraphModule) -> None:
+    """Let the operators that `evaluation_form` noted be those of training again, in place."""
+    for node in list(nodes_in(program)):
+        mode = mode_of(node)
+        if isinstance(mode, ModeArgument) and (node.target in _FLAGS or node.target is _ATTENTION):
+            rest = node.args[mode.position + 1 :]
+            node.args = (*node.args[: mode.position], mode.in_training, *rest)
+        elif isinstance(mode, Norm) and _has_statistics(node) and not mode.frozen:
+            node.args = (*node.args[:_NORM_FLAG], True, *node.args[_NORM_FLAG + 1 :])
+            if mode.counter is not None:
+                _count(node, *mode.counter)
+
+
+def _count(norm: Node, path: str, counter: Tensor) -> None:
+    """Let a batch norm count its batches in the buffer of a path."""
+    owner = owner_of(norm)
+    if not holds(owner, path):
+        set_attribute(owner, path, counter.clone())
+    with norm.graph.inserting_before(norm):
+        read = read_attribute(owner, path, norm)
+        call(norm.graph, aten.add_.Tensor, (read, 1), norm, value_of(read))
+
+
+def _check_exported(model: Any) -> None:
+    if isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes):
+        return
     raise StageError(
-        f"allow_exported_model_train_eval takes a prepared model, got {_said(model)}, which stays in "
-        f"the mode of its export. {_PREPARED}"
+        f"expected the GraphModule of an exported program, or of a later stage, got "
+        f"{type(model).__name__!r}: torch.export.export(model, ...).module() gives one"
     )
-
-
-def _stage(model: Any) -> Any:
-    """Return the stage that a model of qompose's is of, None of any other."""
-    return getattr(getattr(model, "meta", {}).get(META_KEY), "stage", None)
-
-
-def _said(model: Any) -> str:
-    stage = _stage(model)
-    return f"a {stage} one" if stage else f"{type(model).__name__!r}"
 
 
 def batch_norm_together(

@@ -71,16 +71,78 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
     assert not qompose.prepare_qat_pt2e(module, product_quantizer()).training
 
 
-def test_what_has_no_training_is_refused() -> None:
-    converted = qompose.convert_pt2e(trained())
-    with pytest.raises(StageError, match="converted"):
-        training.move_exported_model_to_train(converted)
-    exported = torch.export.export(model(), (X,)).module()
-    for name in ("move_exported_model_to_train", "allow_exported_model_train_eval"):
-        with pytest.raises(StageError, match="GraphModule"):
-            getattr(training, name)(exported)
-    with pytest.raises(StageError, match="Sequential"):
-        training.move_exported_model_to_eval(model())
+def exported(mode: bool) -> GraphModule:
+    """The model as exported, with any number of rows, in training or in evaluation."""
+    batch = {0: torch.export.Dim("batch")}
+    program = torch.export.export(model().train(mode), (X,), dynamic_shapes=(batch,))
+    return program.module(check_guards=False)
+
+
+def counted(module: GraphModule) -> list[int]:
+    return [int(b) for name, b in module.named_buffers() if name.endswith("num_batches_tracked")]
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["exported in training", "in evaluation"])
+def test_an_exported_program_goes_both_ways(mode: bool) -> None:
+    module = exported(mode)
+    assert training.move_exported_model_to_eval(module) is module
+    assert repeats_itself(module)
+    assert training.move_exported_model_to_train(module) is module
+    before, kept = counted(module), {n: b.clone() for n, b in module.named_buffers()}
+    module(X)
+    if mode:  # in evaluation they are not in the program
+        assert [after - b for after, b in zip(counted(module), before, strict=True)] == [1, 1]
+    assert not repeats_itself(module)
+    moved = [n for n, b in module.named_buffers() if "running" in n and not torch.equal(b, kept[n])]
+    assert len(moved) == 4
+    assert repeats_itself(training.move_exported_model_to_eval(module))
+
+
+def test_a_frozen_batch_norm_stays_frozen_through_both_modes() -> None:
+    frozen = model()
+    frozen[1].eval()
+    module = torch.export.export(frozen, (X,)).module()
+    training.move_exported_model_to_train(training.move_exported_model_to_eval(module))
+    kept = {n: b.clone() for n, b in module.named_buffers()}
+    module(X)
+    moved = {n.split(".")[0] for n, b in module.named_buffers() if not torch.equal(b, kept[n])}
+    assert "1" not in moved
+    assert moved
+
+
+def test_allowed_programs_have_train_and_eval() -> None:
+    module = exported(True)
+    with pytest.raises(NotImplementedError):  # torch's own
+        module.eval()
+    assert training.allow_exported_model_train_eval(module) is module
+    assert repeats_itself(module.eval())
+    assert not repeats_itself(module.train())
+    assert repeats_itself(module.train(False))
+
+
+def test_the_dropouts_of_a_converted_model_come_back() -> None:
+    converted = training.allow_exported_model_train_eval(qompose.convert_pt2e(trained()))
+    assert repeats_itself(converted)
+    assert converted.train().training
+    assert not repeats_itself(converted)
+    assert not converted.eval().training
+    assert repeats_itself(converted)
+
+
+def test_a_program_moved_about_is_trained_like_any_other() -> None:
+    module = training.move_exported_model_to_eval(exported(True))
+    prepared = qompose.prepare_qat_pt2e(module, product_quantizer()).train()
+    before = counted(prepared)
+    prepared(X)
+    assert [after - b for after, b in zip(counted(prepared), before, strict=True)] == [1, 1]
+
+
+def test_what_was_not_exported_is_refused() -> None:
+    for name in ("to_train", "to_eval"):
+        with pytest.raises(StageError, match="Sequential"):
+            getattr(training, f"move_exported_model_{name}")(model())
+    with pytest.raises(StageError, match="ExportedProgram"):
+        training.allow_exported_model_train_eval(torch.export.export(model(), (X,)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("called", [True, False])

@@ -8,20 +8,18 @@ what other members annotated. What it wrote there becomes claims, arbitrated lik
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
+from torch.fx import GraphModule
 
 from qompose.errors import UserError, blaming
 from qompose.program.aten_operators import with_sources, without_sources
 from qompose.program.control_flow import nodes_in
-from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.hook_guard import restore_process
@@ -103,18 +101,16 @@ class AdaptedQuantizer(Quantizer):
     ) -> Proposal:
         """Return its claims on the program; those of other members are hidden from it."""
         notes: list[str] = []
-        marks: dict[str, dict[str, Any]] = {}
 
         def validate(own: GraphModule) -> None:
             if self._call(VALIDATE, own) is False:
                 notes.append(f"{self.name}: validate returned False")
-            marks.update(marks_between(model, own))
             notes.extend(self._astray(own))
 
         proposal = propose_annotations(
             self.name, partial(self._call, ANNOTATE), model, (), on_conflict, validate=validate
         )
-        return replace(proposal, notes=[*proposal.notes, *notes, *self._kept()], marks=marks)
+        return replace(proposal, notes=[*proposal.notes, *notes, *self._kept()])
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
@@ -186,37 +182,3 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
 
 def _state(quantizer: Any) -> Mapping[str, str]:
     return {name: repr(value) for name, value in getattr(quantizer, "__dict__", {}).items()}
-
-
-_OURS = {*PROVENANCE, ANNOTATION_KEY, "val", "tensor_meta"}
-
-
-def marks_between(before: GraphModule, after: GraphModule) -> dict[str, dict[str, Any]]:
-    """Return the entries that nodes of `after` have beyond those of the same name in `before`.
-
-    Entries under "custom" are compared one by one. Those that hold nodes or graphs are left out: they
-    would keep a copy of the program alive, and mean nothing in another one.
-    """
-    known = {node.name: node.meta for node in before.graph.nodes}
-    pairs = ((node, known[node.name]) for node in after.graph.nodes if node.name in known)
-    found = {node.name: dict(_entries(node.meta, meta)) for node, meta in pairs}
-    return {name: entries for name, entries in found.items() if entries}
-
-
-def _entries(meta: Mapping[str, Any], earlier: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in meta.items():
-        if key not in earlier and key not in _OURS and _is_plain(value):
-            yield key, value
-    had = earlier.get("custom") or {}
-    custom = {
-        key: value
-        for key, value in (meta.get("custom") or {}).items()
-        if key not in had and key != CUSTOM_KEY and _is_plain(value)
-    }
-    if custom:
-        yield "custom", custom
-
-
-def _is_plain(value: object) -> bool:
-    parts = [*pytree.tree_leaves(value), *getattr(value, "__dict__", {}).values()]
-    return not any(isinstance(part, (Node, Graph, GraphModule)) for part in parts)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers that look for the batch norms which are folded for training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationSpec, Quantizer
+from qompose.errors import MemberError
+from qompose.observers import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec import DerivedQuantizationSpec, SharedQuantizationSpec
+from torch import Tensor, nn
+from torch.export import export
+from torch.fx import GraphModule, Node
+
+from tests.core.qat import ACTIVATION
+from tests.core.toy import annotate
+
+aten = torch.ops.aten
+X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+WEIGHT = QuantizationSpec(
+    torch.int8,
+    FakeQuantize.with_args(observer=MovingAveragePerChannelMinMaxObserver),
+    -127,
+    127,
+    torch.per_channel_symmetric,
+    ch_axis=0,
+)
+
+
+class TwoBranches(nn.Module):
+    """Two convolutions with batch norms, the first with a bias, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.other, self.other_norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.norm(self.conv(x)), self.other_norm(self.other(x))])
+
+
+def norms_of(model: GraphModule) -> list[Node]:
+    return [node for node in model.graph.nodes if node.target is aten.batch_norm.default]
+
+
+def integer_bias(observers: list[Any]) -> tuple[Tensor, Tensor]:
+    scale = observers[0].calculate_qparams()[0] * observers[1].calculate_qparams()[0]
+    return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+def annotate_branches(model: GraphModule) -> None:
+    """Annotate outputs at the batch norms, one bias as integers, and let all outputs share."""
+    first, second = norms_of(model)
+    for norm in (first, second):
+        conv: Any = norm.args[0]
+        x, weight, *bias = conv.all_input_nodes
+        inputs: dict[Node, Any] = {x: ACTIVATION, weight: WEIGHT}
+        if bias:
+            inputs[bias[0]] = DerivedQuantizationSpec(
+                derived_from=[(x, conv), (weight, conv)],
+                derive_qparams_fn=integer_bias,
+                dtype=torch.int32,
+                quant_min=-(2**31),
+                quant_max=2**31 - 1,
+                qscheme=torch.per_channel_symmetric,
+                ch_axis=0,
+            )
+        annotate(conv, inputs)
+        annotate(norm, {}, ACTIVATION)
+    second.meta[ANNOTATION_KEY].output_qspec = SharedQuantizationSpec(first)
+    (cat,) = first.users
+    annotate(
+        cat,
+        {norm: SharedQuantizationSpec(first) for norm in (first, second)},
+        SharedQuantizationSpec(first),
+    )
+
+
+class Native(Quantizer):
+    def annotate(self, model: GraphModule) -> GraphModule:
+        annotate_branches(model)
+        return model
+
+
+class Foreign:
+    """Of another engine: it has the methods, and no class of qompose's."""
+
+    def __init__(self) -> None:
+        self.modes: list[bool] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
+        return self
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        self.modes = [bool(norm.args[5]) for norm in norms_of(model)]
+        annotate_branches(model)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        pass
+
+
+@pytest.mark.parametrize("quantizer", [Native(), Foreign()], ids=["native", "foreign"])
+def test_what_is_said_of_a_batch_norm_is_of_what_it_is_folded_into(quantizer: Any) -> None:
+    prepared = qompose.prepare_qat_pt2e(export(TwoBranches(), (X,)), quantizer)
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+    for _ in range(3):
+        prepared(X).square().mean().backward()
+        optimizer.step()
+    prepared.apply(qompose.training.disable_observer).eval()
+    converted = qompose.convert_pt2e(prepared)
+    assert not norms_of(converted)
+    made = [str(n.target).removeprefix("quantized_decomposed.") for n in converted.graph.nodes]
+    assert made.count("quantize_per_tensor.default") == 4
+    assert made.count("dequantize_per_channel.default") == 3  # with the bias
+    shared = {
+        node.args[1:3]
+        for node, name in zip(converted.graph.nodes, made, strict=True)
+        if name == "quantize_per_tensor.default" and node.all_input_nodes[0].op == "call_function"
+    }
+    assert len(shared) == 1
+    with torch.no_grad():
+        assert (prepared(X) - converted(X)).abs().max() <= shared.pop()[0] * 1.001
+
+
+def test_other_engines_see_batch_norms_in_training() -> None:
+    quantizer = Foreign()
+    model = TwoBranches()
+    model.other_norm.eval()
+    qompose.prepare_qat_pt2e(export(model, (X,)), quantizer)
+    assert quantizer.modes == [True, False]
+
+
+def test_nothing_can_be_said_of_what_lies_in_between() -> None:
+    class Between(Foreign):
+        def annotate(self, model: GraphModule) -> GraphModule:
+            for norm in norms_of(model):
+                conv: Any = norm.args[0]
+                annotate(
+                    conv, dict(zip(conv.all_input_nodes[:2], (ACTIVATION, WEIGHT), strict=True))
+                )
+                annotate(norm, {conv: ACTIVATION}, ACTIVATION)
+            return model
+
+    prepared = qompose.prepare_qat_pt2e(export(TwoBranches(), (X,)), Between())
+    notes = [note for note in qompose.report(prepared).notes if "folded into" in note]
+    assert [note.split(" annotates ")[1].split(",")[0] for note in notes] == [
+        "conv2d -> batch_norm",
+        "conv2d_1 -> batch_norm_1",
+    ]
+    assert len(prepared.meta["qompose"].plan.rewrites) == 2
+
+
+def test_an_error_on_both_forms_is_that_of_the_folded_one() -> None:
+    class Fails(Quantizer):
+        def annotate(self, model: GraphModule) -> GraphModule:
+            raise KeyError("folded" if not norms_of(model) else "in place")
+
+    with pytest.raises(MemberError, match="folded"):
+        qompose.prepare_qat_pt2e(export(TwoBranches(), (X,)), Fails())
