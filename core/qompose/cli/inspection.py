@@ -223,10 +223,10 @@ def answer(*key: str) -> None:
 BACKENDS = Command(
     summary="list the installed backends and algorithms",
     description="""\
-List the installed backends, and other packages' algorithms, from package metadata alone, without importing
+List the installed backends, and other packages' algorithms, from package metadata, without importing
 one.
 
-With --check, load each in a process of its own and say what is wrong: "broken" means that the package is
+With --check, load each in a separate process and say what is wrong: "broken" means that the package is
 at fault, "unavailable here" that this machine lacks something. Either makes the exit code 1.""",
     examples="""\
 qompose backends

@@ -197,7 +197,7 @@ def _calibrate(options: Namespace, results: Results) -> int:
     check_place(output, [p.resolve() for p in (options.model, *options.calibration) if p])
     if options.merge:
         if options.model or options.backend or options.config or options.calibration:
-            raise UserError("--merge takes files of statistics alone: no program, backend or data")
+            raise UserError("--merge takes only files of statistics: no program, backend or data")
         first, *others = map(Statistics.load, options.merge)
         found = first.merged(*others)
     else:

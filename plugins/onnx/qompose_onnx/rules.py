@@ -199,7 +199,7 @@ _OPERATORS: Final[dict[str, tuple[Any, ...]]] = {
         *(aten.gelu.default, aten.silu.default, aten.hardswish.default, aten.tanh.default),
         *(aten.sub.Tensor, aten.div.Tensor),
     ),
-    "ONNX Runtime computes it in int8 behind a product or a sum alone": (
+    "ONNX Runtime computes it in int8 only after a linear, a convolution or a sum": (
         *(aten.relu.default, aten.relu_.default, aten.hardtanh.default, aten.relu6.default),
     ),
     "a product of two activations stays in float: eight bits cost attention more than they gain": (

@@ -24,7 +24,7 @@ from qompose_xnnpack.executorch_target.program import (
 )
 from qompose_xnnpack.executorch_target.state import loading_note
 
-_GONE = "nothing of it is left in the program: it computes nothing, or nothing reads it"
+_GONE = "it is not in the program: it computes nothing, or nothing reads it"
 
 
 def finish(module: GraphModule, signature: CallSignature) -> Finished:

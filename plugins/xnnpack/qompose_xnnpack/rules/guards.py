@@ -38,7 +38,7 @@ def not_pointwise(match: Match) -> str | None:
     if _one_pixel(match, "input") or not _one_pixel(match, "weight"):
         return None
     return (
-        "XNNPACK quantizes each pixel of a pointwise convolution by itself, which the graph cannot "
+        "XNNPACK quantizes each pixel of a pointwise convolution separately, which the graph cannot "
         "say; keep it static, or write it as a linear over the channels"
     )
 
@@ -63,7 +63,7 @@ def not_scalar(match: Match) -> str | None:
     for name in ("self", "other"):
         node = match.node(name)
         if node is not None and node.op != "get_attr" and not kit.shape_of(node):
-            return f"{name} has no dimensions, which XNNPACK takes of constants alone"
+            return f"{name} has no dimensions, which XNNPACK supports only for constants"
     return None
 
 

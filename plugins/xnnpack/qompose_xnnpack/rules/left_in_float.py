@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 
 _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
-    "XNNPACK's graphs multiply two activations in float alone": (
+    "XNNPACK's graphs multiply two activations only in float": (
         aten.matmul.default,
         aten.bmm.default,
         aten.mm.default,
@@ -22,7 +22,7 @@ _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
         aten.conv3d.default,
         aten.conv_transpose3d.input,
     ),
-    "XNNPACK's graphs compute it in float alone": (aten.softmax.int,),
+    "XNNPACK's graphs compute it only in float": (aten.softmax.int,),
     "XNNPACK has no operator for it": (
         aten.layer_norm.default,
         aten.group_norm.default,
