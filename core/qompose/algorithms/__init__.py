@@ -13,10 +13,11 @@ from qompose.algorithms.channel_factors import Divided
 from qompose.algorithms.channel_scaling import ChannelScaling
 from qompose.algorithms.discovery import load_algorithm
 from qompose.algorithms.equalization import Equalization
-from qompose.algorithms.gptq import GPTQ, compensated
+from qompose.algorithms.gptq import GPTQ, SequentialGPTQ, compensated
 from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched
 from qompose.algorithms.products import (
     InputMoments,
+    Inputs,
     NotChanged,
     Operands,
     absorbers_of,
@@ -48,9 +49,11 @@ __all__ = [
     "Calibrated",
     "Divided",
     "InputMoments",
+    "Inputs",
     "NotChanged",
     "Operands",
     "Rewritten",
+    "SequentialGPTQ",
     "SignRound",
     "Watched",
     "absorbers_of",
@@ -79,7 +82,7 @@ OWN: tuple[Algorithm, ...] = (
     AWQ(),
     ScaleSearch(),
     GPTQ(),
-    GPTQ(sequential=True),
+    SequentialGPTQ(),
     SignRound(),
     BiasCorrection(),
 )

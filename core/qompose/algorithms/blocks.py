@@ -7,7 +7,7 @@ part to the next. Before each part the quantized one has the integers that were 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,11 +19,13 @@ from torch.fx import GraphModule, Node
 
 from qompose.algorithms.products import (
     InputMoments,
+    Inputs,
     Operands,
+    check_seen,
     columns_of,
     normalized_moments,
 )
-from qompose.observers.input_sums import MomentObserver
+from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
 from qompose.program.aliasing import written_values
 from qompose.program.graph import constant_of, copies_of, value_of
@@ -255,6 +257,19 @@ class Block:
         total, count = (sum(sums[1:], sums[0]) for sums in zip(*parts, strict=True))  # by rank
         return normalized_moments(total, count)
 
+    def read_by(self, product: Operands, weights: Weights | None = None) -> Inputs:
+        """Return what a product reads in the quantized program, as `moments` does, without holding it.
+
+        The batches are run once more for whatever is asked of it, and what is held are the columns asked for.
+
+        Args:
+            weights: as for `given`.
+
+        Raises:
+            NotChanged: as for `moments`.
+        """
+        return _Rerun.of(self, product, weights)
+
     def wanted(self, batch: int) -> tuple[Tensor, ...]:
         """Return the outputs that the float program has of a batch, in the shapes of the program."""
         return self._run(self._float, batch)
@@ -294,6 +309,97 @@ class Block:
         return [
             example_hashes(_in_rows(self.wanted(batch)[0]), -1) for batch in range(self.batches)
         ]
+
+
+@dataclass(frozen=True)
+class _Rerun(Inputs):
+    """What a product of a block reads, of which nothing is held but a hash of each example.
+
+    Attributes:
+        hashes: of the examples of each batch of this process, `(N,)`.
+        count: how many rows each half of the examples has, in all processes.
+        unit: what squares are divided by, so that they are near 1.
+        half: the half of the examples that counts; None for all.
+    """
+
+    block: Block
+    product: Operands
+    weights: Weights | None
+    hashes: Sequence[Tensor]
+    count: Tensor
+    unit: float
+    half: int | None = None
+
+    @classmethod
+    def of(cls, block: Block, product: Operands, weights: Weights | None) -> _Rerun:
+        columns, width = columns_of(product)
+        hashes, found = list[Tensor](), list[list[Tensor]]()
+        for exact, values in block.inputs(product, weights):
+            hashes.append(example_hashes(exact, columns.dim))
+            of_halves = (examples_in_parts(values, hashes[-1], columns, half) for half in (0, 1))
+            found.append([_squares(parts, columns) for parts in of_halves])
+        own = torch.stack([torch.stack(halves) for halves in found]).sum(0) if found else None
+        parts = [part for part in block.exchange(own) if part is not None]  # in the order of ranks
+        total = sum(parts[1:], parts[0])
+        counts, squares = total[:, 0], float(total[:, 1].sum())
+        check_seen(counts, squares)
+        unit = squares / (2 * columns.groups * width)
+        return cls(block, product, weights, hashes, counts.long(), unit)
+
+    @property
+    def number(self) -> int:
+        return int(self.count.sum())
+
+    @property
+    def channels(self) -> int:
+        return columns_of(self.product)[1]
+
+    def halves(self) -> tuple[Inputs, Inputs]:
+        return replace(self, half=0), replace(self, half=1)
+
+    def _rows(self) -> Iterator[Tensor]:
+        """Yield columns of some rows after another, `(groups, N, K)`."""
+        columns, side = columns_of(self.product)[0], self.block._quantized
+        halves = (0, 1) if self.half is None else (self.half,)
+        for batch, hashes in enumerate(self.hashes):
+            with self.block._with(self.weights):
+                values = _input(side, batch, self.product.node.name)
+            for half in halves:
+                yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
+
+    def moments(self, columns: slice) -> Tensor:
+        groups, width = columns_of(self.product)[0].groups, len(range(self.channels)[columns])
+        total = torch.zeros(groups, width, width, dtype=torch.float64)
+        for rows in self._rows():
+            some = rows[..., columns].double()
+            total = total.to(some.device).baddbmm_(some.transpose(1, 2), some)
+        return self._of_all(total).div_(self.unit).float()
+
+    def errors(self, differences: Sequence[Tensor]) -> list[float]:
+        found = torch.zeros(len(differences), dtype=torch.float64)
+        for rows in self._rows():
+            for at, off in enumerate(differences):
+                found[at] += (rows.float() @ off.transpose(1, 2)).square_().sum().double().cpu()
+        return (self._of_all(found) / self.unit).tolist()
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Return sums over all processes, in the order of their ranks."""
+        parts: list[Tensor] = self.block.exchange(own)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+
+def _squares(parts: Iterable[Tensor], columns: Columns) -> Tensor:
+    """Return how many rows of columns there are, and the sum of their squares, `(2,)` in float64."""
+    found = torch.zeros(2, dtype=torch.float64)
+    for part in parts:
+        rows = columns.of(part)
+        found += torch.stack(
+            [torch.tensor(float(rows.shape[1])), rows.double().square().sum().cpu()]
+        )
+    return found
 
 
 def _input(side: PartlyRun, batch: int, product: str) -> Tensor:

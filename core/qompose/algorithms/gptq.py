@@ -22,10 +22,10 @@ then the next ones: time and memory grow with their number, not with its cube.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,12 @@ from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm, Part
 from qompose.algorithms.products import (
     NOTHING,
-    InputMoments,
     InputRows,
+    Inputs,
     NotChanged,
     Operands,
     change_products,
+    check_own_scales,
     columns_of,
     moments_asked,
     moments_read,
@@ -48,11 +49,14 @@ from qompose.algorithms.products import (
     reader_of,
     rows_read,
     set_integers,
+    set_scales,
     taps_of,
     weight_group,
 )
+from qompose.errors import ConfigError
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
+from qompose.observers.make_observer import make_observer, qparams_of
 from qompose.spec.algorithm_choice import GPTQ as WORD, GPTQ_SEQUENTIAL as SEQUENTIAL
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -61,11 +65,10 @@ _NEEDED = 1.05
 """How many times smaller the squared error has to become on data held back."""
 MOST_TOGETHER = 2048
 """Columns whose errors are handed on to one another: the time for that grows with their cube."""
-_BLOCK = 64
-"""Columns whose errors are handed on to the others together, which is one large product."""
 _JUDGED = 256
 """How many outputs, at least, the gain is measured on."""
-Inputs = InputRows | InputMoments
+_AT_A_TIME = 2**20
+"""How many values of a weight are rounded side by side: what that needs is several times as large."""
 
 
 @dataclass(frozen=True)
@@ -75,93 +78,167 @@ class _Form:
     Attributes:
         believed: the part of the correlations that is believed.
         near: whether each integer is one of the two next to the value.
+        damping: what is added to the diagonal of `H`, in units of its mean.
+        by_size: whether columns are rounded in the order of their size, the largest first.
+        block_size: columns whose errors are handed on to all later ones together, which is one product.
+        spec: where groups get their scales once their columns are reached, their specification.
+        group_size: how many columns each of those has.
     """
 
     believed: float
-    near: bool
+    near: bool = False
+    damping: float = 0.0
+    by_size: bool = True
+    block_size: int = 64
+    spec: Any = None
+    group_size: int = 1
 
 
 _OF_ROWS = (_Form(0.5, near=True),)
-_OF_MOMENTS = tuple(_Form(believed, near=False) for believed in (0.5, 0.9, 0.97))
+_OF_MOMENTS = tuple(_Form(believed) for believed in (0.5, 0.9, 0.97))
 
 
 @dataclass(frozen=True)
 class GPTQ(Algorithm):
-    """Rounds the weights of products whose claims ask for it.
+    """Rounds the weights of products whose claims ask for it, by second moments of all calibration data.
 
     Args:
-        sequential: round one product after another, each by the inputs that the quantized program gives it
-            with all weights in front of it rounded (`qompose.calibrate`). Its word is "gptq_sequential".
+        damping: what is added to the diagonal of the second moments, in units of its mean, as 0.01. With
+            None several ways to believe in correlations less are tried on data held back.
+        act_order: whether columns are rounded in the order of the size of their inputs, the largest first,
+            rather than as they come.
+        block_size: columns whose errors are handed on to later ones together. It changes time, and integers
+            only by the order of sums.
+        static_groups: whether groups have the scales of the weight as it is. Without, each has those of what
+            its columns have become when they are reached, and columns are rounded as they come.
+
+    Raises:
+        ConfigError: an option is invalid, or `static_groups` is off and `act_order` is not.
     """
 
-    sequential: bool = False
+    word: ClassVar[str] = WORD
+    damping: float | None = None
+    act_order: bool = True
+    block_size: int = 64
+    static_groups: bool = True
 
-    @property
-    def word(self) -> str:  # type: ignore[override]
-        """Return by which word configurations ask for it."""
-        return SEQUENTIAL if self.sequential else WORD
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("act_order", "static_groups"):
+            given: object = getattr(self, name)
+            if not isinstance(given, bool):
+                raise ConfigError(f"{name} of GPTQ must be True or False, got {given!r}")
+        if self.act_order and not self.static_groups:
+            raise ConfigError(
+                "static_groups=False of GPTQ needs act_order=False: columns of a group have to be rounded "
+                "one after another for its scale to come from what they have become"
+            )
+
+    def _check_numbers(self) -> None:
+        damping: object = self.damping
+        if damping is not None:
+            number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
+            if not number or not 0 < damping < math.inf:  # type: ignore[operator]
+                raise ConfigError(f"damping of GPTQ must be a positive number, got {damping!r}")
+            object.__setattr__(self, "damping", float(damping))  # type: ignore[arg-type]
+        size: object = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"block_size of GPTQ must be a positive integer, got {size!r}")
 
     def __str__(self) -> str:
-        return self.word
+        given = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        options = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in given)
+        return f"{self.word} with {options}" if options else self.word
 
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
-        if not self.sequential:
-            yield from moments_asked(self, claims, nodes)
-
-    def learns(self, claim: Claim) -> Part | None:
-        return "product" if self.sequential else None
-
-    def learn(self, found: Calibrated, block: Block) -> None:
-        for product in block.products:
-            with noted(found, self, product) as effect:
-                effect.append(self._round_by(found, product, block.moments(product)))
+        return moments_asked(self, claims, nodes)
 
     def correct(self, found: Calibrated) -> None:
-        if not self.sequential:
-            change_products(found, self, partial(self._round, found))
+        def change(product: Operands, claim: Claim) -> str:
+            if self.is_asked(claim):
+                return self._round(found, product, moments_read(found, product))
+            return self._round(found, product, rows_read(found, product, reader_of(found, product)))
 
-    def _round(self, found: Calibrated, product: Operands, claim: Claim) -> str:
+        change_products(found, self, change)
+
+    def _round(self, found: Calibrated, product: Operands, inputs: Inputs) -> str:
         """Decide on the integers of a product's weight, and say what they gain.
 
         Raises:
             NotChanged: those next to its values stay.
         """
-        if self.is_asked(claim):
-            return self._round_by(found, product, moments_read(found, product))
-        inputs = rows_read(found, product, reader_of(found, product))
-        return self._round_by(found, product, inputs)
-
-    def _round_by(self, found: Calibrated, product: Operands, inputs: Inputs) -> str:
         _, q = weight_group(found, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
-        by_moments = isinstance(inputs, InputMoments)
-        forms = _OF_MOMENTS if by_moments else _OF_ROWS
-        together = by_moments and columns_of(product)[0].window is not None
         if inputs.channels == 1:
             raise NotChanged("each output reads a single value, so no other can compensate")
-        rounding = _Rounding.of(reader_of(found, product), q, together=together)
-        first, second = inputs.halves()
-        form, gain = rounding.some().best_form(forms, first, second)
+        reader = reader_of(found, product)
+        together = not isinstance(inputs, InputRows) and columns_of(product)[0].window is not None
+        form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
                 f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
                 f"{_NEEDED} is needed"
             )
-        set_integers(found, product, rounding.integers(inputs, form))
+        q, integers = _integers(reader, q, inputs, form, together)
+        if form.spec is not None:
+            set_scales(found, product, q.scale, q.zero_point)
+        set_integers(found, product, integers)
         effect = f"squared error on calibration data held back {gain:.2f} times smaller"
         return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
 
+    def _forms(self, found: Calibrated, product: Operands, inputs: Inputs) -> list[_Form]:
+        """Return the forms that are to be tried."""
+        forms = _OF_ROWS if isinstance(inputs, InputRows) else _OF_MOMENTS
+        if self.damping is not None:
+            forms = (replace(forms[0], believed=1.0, damping=self.damping),)
+        number, q = weight_group(found, product)
+        spec, size = None, 1
+        if not self.static_groups and _has_groups_of_columns(q):
+            check_own_scales(found, number)
+            spec, size = found.plan.groups[number].spec, inputs.channels // q.scale.shape[1]
+        return [
+            replace(
+                form, by_size=self.act_order, block_size=self.block_size, spec=spec, group_size=size
+            )
+            for form in forms
+        ]
 
-def compensated(
-    found: Calibrated, product: Operands, inputs: InputMoments, otherwise: Tensor
-) -> Tensor:
+
+@dataclass(frozen=True)
+class SequentialGPTQ(GPTQ):
+    """GPTQ of one product after another, each by the inputs that the program before it gives it rounded.
+
+    `qompose.calibrate` does it, and holds second moments of one product at a time. Options are those of
+    `GPTQ`.
+    """
+
+    word: ClassVar[str] = SEQUENTIAL
+
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Columns, int]]:
+        yield from ()
+
+    def correct(self, found: Calibrated) -> None:
+        """Do nothing: all is done once calibration ends."""
+
+    def learns(self, claim: Claim) -> Part | None:
+        return "product"
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        for product in block.products:
+            with noted(found, self, product) as effect:
+                effect.append(self._round(found, product, block.read_by(product)))
+
+
+def compensated(found: Calibrated, product: Operands, inputs: Inputs, otherwise: Tensor) -> Tensor:
     """Return where each value of a product's weight is, in steps, when GPTQ rounds it to its integer.
 
     Args:
-        inputs: second moments of what it reads.
+        inputs: what it reads (`Block.read_by`, `moments_read`).
         otherwise: what is returned where the nearest integers are better on data held back, in the shape of
             the parameter.
 
@@ -170,16 +247,37 @@ def compensated(
     """
     _, q = weight_group(found, product)
     together = columns_of(product)[0].window is not None
-    rounding = _Rounding.of(reader_of(found, product), q, together=together)
-    form, gain = rounding.some().best_form(_OF_MOMENTS, *inputs.halves())
+    reader = reader_of(found, product)
+    form, gain = _best_form(reader, q, inputs, _OF_MOMENTS, together)
     if inputs.channels == 1 or not gain > 1:
         return otherwise
-    (found_there,) = rounding.positions((inputs,), form)
-    return rounding.as_parameter(found_there)
+    result = torch.empty_like(otherwise)
+    for rows, part, rounded in _rounded_parts(reader, q, inputs, form, together):
+        result[rows] = part.as_parameter(rounded.positions)
+    return result
 
 
 def _few(inputs: Inputs) -> str:
     return f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
+
+
+def _has_groups_of_columns(q: QParams) -> bool:
+    """Tell whether each row of a matrix has several scales, and no two rows share one."""
+    return bool(q.blocks) and q.scale.dim() == 2 and q.scale.shape[1] > 1
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """Where values are, in steps, when they are rounded; with the steps and zero points of each."""
+
+    positions: Tensor
+    step: Tensor
+    zero_point: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """Return what the integers stand for."""
+        return (self.positions.round() - self.zero_point) * self.step
 
 
 @dataclass(frozen=True)
@@ -216,46 +314,22 @@ class _Rounding:
         names = ("weight", "step", "zero_point")
         return replace(self, **{name: getattr(self, name)[:, apart] for name in names})
 
-    def best_form(
-        self, forms: Sequence[_Form], first: Inputs, second: Inputs
-    ) -> tuple[_Form, float]:
-        """Return the form that is best on the half that it is not rounded by, and its gain there."""
-        nearest = self.nearest()
-        before = self.error(nearest, first) + self.error(nearest, second)
-        gains = {
-            form: before / max(self._held_back(form, first, second), NOTHING) for form in forms
-        }
-        return max(gains.items(), key=lambda item: item[1])
-
-    def _held_back(self, form: _Form, first: Inputs, second: Inputs) -> float:
-        by_first, by_second = self.rounded((first, second), form)
-        return self.error(by_first, second) + self.error(by_second, first)
-
     def nearest(self) -> Tensor:
         """Return the nearest integers, as floats."""
         q = self.q
         return (self.weight / self.step).round_().add_(self.zero_point).clamp_(q.low, q.high)
 
-    def error(self, integers: Tensor, inputs: Inputs) -> float:
-        """Return the squared error of the product."""
-        return inputs.error((integers - self.zero_point) * self.step - self.weight)
+    def nearest_values(self) -> Tensor:
+        """Return what the nearest integers stand for."""
+        return self.nearest().sub_(self.zero_point).mul_(self.step)
 
-    def rounded(self, inputs: Sequence[Inputs], form: _Form) -> Sequence[Tensor]:
-        """Return integers by each of the inputs, as floats, in the shape of the weight."""
-        return [found.round_() for found in self.positions(inputs, form)]
-
-    def positions(self, inputs: Sequence[Inputs], form: _Form) -> Sequence[Tensor]:
-        """Return by each of the inputs where each value is, in steps, when it is rounded.
-
-        All are rounded side by side: what takes time is the number of columns.
-        """
-        weights = (self.weight, self.step, self.zero_point)
-        values = [v.transpose(1, 2).repeat(len(inputs), 1, 1) for v in weights]
-        parts = []
-        for columns in _together(inputs[0].channels):
-            moments = torch.cat([known.moments(columns) for known in inputs])
-            parts.append(_positions([v[:, columns] for v in values], moments, self.q, form))
-        return torch.cat(parts, dim=1).transpose(1, 2).chunk(len(inputs))
+    def rounded(self, orders: Sequence[_Order]) -> _Rounded:
+        """Return how it is rounded by the orders of all columns."""
+        weights = [v.transpose(1, 2) for v in (self.weight, self.step, self.zero_point)]
+        parts = [
+            order.positions([v[:, order.columns] for v in weights], self.q) for order in orders
+        ]
+        return _Rounded(*(torch.cat(v, dim=1).transpose(1, 2) for v in zip(*parts, strict=True)))
 
     def as_parameter(self, found: Tensor) -> Tensor:
         """Return values in the shape of the weight in that of the parameter."""
@@ -269,52 +343,185 @@ class _Rounding:
         taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
         return result
 
-    def integers(self, inputs: Inputs, form: _Form) -> Tensor:
-        """Return the integers in the shape of the parameter."""
-        (found,) = self.rounded((inputs,), form)
-        return self.as_parameter(found).to(self.q.dtype)
+
+def _best_form(
+    reader: Reader, q: QParams, inputs: Inputs, forms: Sequence[_Form], together: bool
+) -> tuple[_Form, float]:
+    """Return the form that is best on the half that it is not rounded by, and its gain there.
+
+    Raises:
+        NotChanged: moments cannot be factorized.
+    """
+    rounding = _judged(reader, q, together)
+    nearest = rounding.nearest_values()
+    halves = inputs.halves()
+    before, errors = 0.0, dict.fromkeys(forms, 0.0)
+    by_each = [_by_forms(rounding, half, forms) for half in halves]
+    for half, found in zip(halves, reversed(by_each), strict=True):
+        offs = [values - rounding.weight for values in (nearest, *found)]
+        first, *others = half.errors(offs)
+        before += first
+        for form, error in zip(forms, others, strict=True):
+            errors[form] += error
+    gains = {form: before / max(error, NOTHING) for form, error in errors.items()}
+    return max(gains.items(), key=lambda item: item[1])
 
 
-def _together(columns: int) -> list[slice]:
+def _by_forms(rounding: _Rounding, inputs: Inputs, forms: Sequence[_Form]) -> list[Tensor]:
+    """Return the values that a weight has once it is rounded by each form."""
+    columns = _together(inputs.channels, forms[0].group_size)
+    moments = [inputs.moments(some) for some in columns]
+    return [
+        rounding.rounded(
+            [_Order.of(*each, form) for each in zip(columns, moments, strict=True)]
+        ).values
+        for form in forms
+    ]
+
+
+def _judged(reader: Reader, q: QParams, together: bool) -> _Rounding:
+    """Return some outputs of a weight, spread over all."""
+    assert reader.weight is not None
+    if not _by_rows(reader, q):
+        return _Rounding.of(reader, q, together=together).some()
+    apart = slice(None, None, max(1, len(reader.weight) // _JUDGED))
+    part = replace(reader, weight=reader.weight[apart])
+    return _Rounding.of(part, _of_rows(q, apart), together=together).some()
+
+
+def _by_rows(reader: Reader, q: QParams) -> bool:
+    """Tell whether the first dimension of a weight has outputs, none of which shares scales with others."""
+    weight = reader.weight
+    assert weight is not None
+    own = q.per_tensor or (
+        q.scale.shape[0] == len(weight) and (q.blocks or q.axis in (0, -weight.dim()))
+    )
+    return bool(own) and reader.groups == 1 and not reader.transposed
+
+
+def _of_rows(q: QParams, rows: slice) -> QParams:
+    return q if q.per_tensor else replace(q, scale=q.scale[rows], zero_point=q.zero_point[rows])
+
+
+def _rounded_parts(
+    reader: Reader, q: QParams, inputs: Inputs, form: _Form, together: bool
+) -> Iterator[tuple[slice, _Rounding, _Rounded]]:
+    """Yield some outputs of a weight after another, and how they are rounded by all inputs."""
+    weight = reader.weight
+    assert weight is not None
+    columns = _together(inputs.channels, form.group_size)
+    orders = [_Order.of(some, inputs.moments(some), form) for some in columns]
+    most = max(1, _AT_A_TIME // max(1, weight[0].numel())) if _by_rows(reader, q) else len(weight)
+    for first in range(0, len(weight), most):
+        rows = slice(first, first + most)
+        some = reader, q
+        if most < len(weight):
+            some = replace(reader, weight=weight[rows]), _of_rows(q, rows)
+        part = _Rounding.of(*some, together=together)
+        yield rows, part, part.rounded(orders)
+
+
+def _integers(
+    reader: Reader, q: QParams, inputs: Inputs, form: _Form, together: bool
+) -> tuple[QParams, Tensor]:
+    """Return the integers of a weight in the shape of the parameter, with what they are to be read with."""
+    weight = reader.weight
+    assert weight is not None
+    result = torch.empty(weight.shape, dtype=q.dtype, device=weight.device)
+    scale, zero_point = q.scale.clone(), q.zero_point.clone()
+    for rows, part, rounded in _rounded_parts(reader, q, inputs, form, together):
+        result[rows] = part.as_parameter(rounded.positions.round()).to(q.dtype)
+        if form.spec is not None:
+            size = weight.shape[1] // scale.shape[1]
+            scale[rows] = rounded.step[0, :, ::size].to(scale.dtype)
+            zero_point[rows] = rounded.zero_point[0, :, ::size].to(zero_point.dtype)
+    return replace(q, scale=scale, zero_point=zero_point), result
+
+
+def _together(columns: int, multiple: int = 1) -> list[slice]:
     """Return the columns that are rounded together, as few and as equal parts as can be."""
     parts = -(-columns // MOST_TOGETHER)
-    ends = [columns * part // parts for part in range(parts + 1)]
+    ends = [columns * part // parts // multiple * multiple for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
-def _positions(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form) -> Tensor:
-    """Return where values are, in steps, of which each column makes up for the rounding of those before it.
+@dataclass(frozen=True)
+class _Order:
+    """In which order columns are rounded, and how each one's error is handed on to those behind it.
 
-    They are within bounds, so that rounding them gives integers.
-
-    Args:
-        values: weight, step, zero point, `(groups, columns, rows)`: what is handed on lies side by side.
-        moments: `(groups, columns, columns)`.
+    Attributes:
+        columns: that are rounded together, of all.
+        places: of these, `(groups, K)`.
+        handed_on: in that order, `(groups, K, K)`.
     """
-    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    handed_on = _handed_on(_permuted(moments, order), form.believed)
-    places = order[:, :, None].expand_as(values[0])
-    weight, step, zero_point = (v.gather(1, places) for v in values)
-    inside = (weight / step).add_(zero_point).clamp_(q.low, q.high)
-    bounds = [(q.low, q.high)] * weight.shape[1] if not form.near else _next_to(inside)
-    known = torch.addcmul(weight, zero_point, step)  # what an integer times its step is taken from
-    left, found, errors = weight, inside, torch.empty_like(weight)
-    each = [
-        *zip(
-            *(v.unbind(1) for v in (left, step, zero_point, known, found, errors)),
-            bounds,
-            strict=True,
-        )
-    ]
-    for first in range(0, len(each), _BLOCK):
-        last = min(first + _BLOCK, len(each))
-        left[:, first:last] += handed_on[:, :first, first:last].transpose(1, 2) @ errors[:, :first]
-        for at in range(first, last):
-            value, size, zero, of, place, error, (least, most) = each[at]
-            torch.addcdiv(zero, value, size, out=place).clamp_(least, most)
-            torch.addcmul(of, place.round(), size, value=-1, out=error)
-            left[:, at + 1 : last].addcmul_(handed_on[:, at, at + 1 : last, None], error[:, None])
-    return torch.empty_like(left).scatter_(1, places, found)
+
+    columns: slice
+    places: Tensor
+    handed_on: Tensor
+    form: _Form
+
+    @classmethod
+    def of(cls, columns: slice, moments: Tensor, form: _Form) -> _Order:
+        """Return that of the second moments of some columns, `(groups, K, K)`.
+
+        Raises:
+            NotChanged: they cannot be factorized.
+        """
+        sizes = moments.diagonal(dim1=1, dim2=2)
+        places = sizes.argsort(dim=1, descending=True, stable=True)
+        if not form.by_size:
+            places = places.sort(dim=1).values
+        return cls(columns, places, _handed_on(moments, places, form), form)
+
+    def positions(self, values: Sequence[Tensor], q: QParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where values are, in steps, of which each column makes up for the rounding of those before.
+
+        They are within bounds, so that rounding them gives integers. Steps and zero points are returned too.
+
+        Args:
+            values: weight, step, zero point, `(groups, K, rows)`: what is handed on lies side by side.
+        """
+        places = self.places[:, :, None].expand_as(values[0])
+        left, step, zero_point = (v.gather(1, places) for v in values)
+        found = self._walked(left, step, zero_point, q)
+        given = (found, step, zero_point)
+        return tuple(torch.empty_like(left).scatter_(1, places, v) for v in given)  # type: ignore[return-value]
+
+    def _walked(self, left: Tensor, step: Tensor, zero_point: Tensor, q: QParams) -> Tensor:
+        """Return positions in the order of columns; steps change in place where groups get theirs."""
+        form, handed_on = self.form, self.handed_on
+        found = (left / step).add_(zero_point).clamp_(q.low, q.high)
+        bounds = [(q.low, q.high)] * left.shape[1] if not form.near else _next_to(found)
+        known = torch.addcmul(
+            left, zero_point, step
+        )  # what an integer times its step is taken from
+        errors = torch.empty_like(left)
+        all_columns = (left, step, zero_point, known, found, errors)
+        each = [*zip(*(v.unbind(1) for v in all_columns), bounds, strict=True)]
+        size = form.block_size if form.spec is None else form.group_size
+        for first in range(0, len(each), size):
+            last, block = min(first + size, len(each)), slice(first, first + size)
+            left[:, block] += handed_on[:, :first, block].transpose(1, 2) @ errors[:, :first]
+            if form.spec is not None:
+                known[:, block].addcmul_(zero_point[:, block], step[:, block], value=-1)
+                self._rescale(left[:, block], step[:, block], zero_point[:, block])
+                known[:, block].addcmul_(zero_point[:, block], step[:, block])
+            for at in range(first, last):
+                value, of_step, zero, of, place, error, (least, most) = each[at]
+                torch.addcdiv(zero, value, of_step, out=place).clamp_(least, most)
+                torch.addcmul(of, place.round(), of_step, value=-1, out=error)
+                left[:, at + 1 : last].addcmul_(
+                    handed_on[:, at, at + 1 : last, None], error[:, None]
+                )
+        return found
+
+    def _rescale(self, group: Tensor, step: Tensor, zero_point: Tensor) -> None:
+        """Give a group of columns, `(1, K, rows)`, the scales of what they have become, in place."""
+        values, spec = group[0].T.contiguous(), self.form.spec
+        observer: Any = make_observer(spec)
+        observer(values)
+        q = qparams_of(spec, observer, *observer.calculate_qparams())
+        step[0], zero_point[0] = q.scale.float().T, q.zero_point.float().T
 
 
 def _next_to(inside: Tensor) -> list[tuple[Any, Any]]:
@@ -322,26 +529,38 @@ def _next_to(inside: Tensor) -> list[tuple[Any, Any]]:
     return [*zip(inside.floor().unbind(1), inside.ceil().unbind(1), strict=True)]
 
 
-def _permuted(matrices: Tensor, order: Tensor) -> Tensor:
-    found = [
-        m.index_select(0, at).index_select(1, at) for m, at in zip(matrices, order, strict=True)
-    ]
-    return torch.stack(found)
-
-
-def _handed_on(moments: Tensor, believed: float) -> Tensor:
+def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     """Return the part of each column's error that is added to each later one, `(groups, K, K)`.
 
     With `H = R R'` for an upper triangular `R` the squared error `E H E'` is that of `E R`, whose columns can
     be made zero one after another: `E_j = - sum of E_i R_ij / R_jj`. That is what GPTQ does by the inverse of
     `H`, and there is none to compute here. Correlations are believed in part; the smallest eigenvalue of what
     is factorized is the part that is not believed, at least: float32 is enough.
+
+    Args:
+        moments: `(groups, K, K)`.
+        places: the order of columns, `(groups, K)`.
+
+    Raises:
+        NotChanged: they cannot be factorized.
     """
-    sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=NOTHING).sqrt()
-    shrunk = (
-        moments.flip(1, 2).div_(sizes.flip(1)[:, None]).mul_(believed / sizes.flip(1)[:, :, None])
-    )
+    powers = moments.diagonal(dim1=1, dim2=2).gather(1, places)
+    damped = powers + form.damping * powers.mean(1, keepdim=True)
+    sizes, back = (
+        damped.clamp(min=NOTHING).sqrt(),
+        places.flip(1),
+    )  # the triangle is that from behind
+    each = torch.arange(len(moments), device=moments.device)[:, None, None]
+    shrunk = moments[each, back[:, :, None], back[:, None, :]]
+    shrunk.div_(sizes.flip(1)[:, None]).mul_(form.believed / sizes.flip(1)[:, :, None])
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
-    root: Tensor = torch.linalg.cholesky(shrunk).flip(1, 2)
+    lower, failed = torch.linalg.cholesky_ex(shrunk)
+    if bool(failed.any()):
+        raise NotChanged(
+            "second moments of its input have no full rank: calibrate with more data, or give GPTQ a larger "
+            "damping"
+        )
+    del shrunk
+    root: Tensor = lower.flip(1, 2)
     diagonal = root.diagonal(dim1=1, dim2=2)
     return root.div_((diagonal * sizes)[:, None]).mul_(sizes[:, :, None])

@@ -310,8 +310,34 @@ def times(value: Tensor, vector: Tensor) -> Tensor:
     return (value.detach().double() * along(vector, 0, value.dim())).to(value.dtype)
 
 
+class Inputs:
+    """What is known of the values that a product reads, as its weight sees them."""
+
+    @property
+    def number(self) -> int:
+        """Return how many rows there are."""
+        raise NotImplementedError
+
+    @property
+    def channels(self) -> int:
+        """Return how many columns each group has."""
+        raise NotImplementedError
+
+    def halves(self) -> tuple[Inputs, Inputs]:
+        """Return what is known of both halves of the examples."""
+        raise NotImplementedError
+
+    def moments(self, columns: slice) -> Tensor:
+        """Return second moments of some columns of each group, `(groups, c, c)`, in a tensor of their own."""
+        raise NotImplementedError
+
+    def errors(self, differences: Sequence[Tensor]) -> list[float]:
+        """Return the squared errors of products whose weights are off by `(groups, outputs, K)` each."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class InputRows:
+class InputRows(Inputs):
     """Rows that a product reads, as its weight sees them.
 
     Attributes:
@@ -367,9 +393,12 @@ class InputRows:
         of_noise = self.noise * self.weights.sum() * difference.square().sum()
         return float(of_rows + of_noise)
 
+    def errors(self, differences: Sequence[Tensor]) -> list[float]:
+        return [self.error(difference) for difference in differences]
+
 
 @dataclass(frozen=True)
-class InputMoments:
+class InputMoments(Inputs):
     """Second moments of the columns that a product reads, as its weight sees them; like `InputRows`.
 
     They are in a unit that keeps them near 1.
@@ -410,7 +439,11 @@ class InputMoments:
 
     def error(self, difference: Tensor) -> float:
         """Return the squared error of a product whose weight is off by `(groups, outputs, K)`."""
-        return float(((difference @ self.moments(slice(None))) * difference).sum())
+        return self.errors([difference])[0]
+
+    def errors(self, differences: Sequence[Tensor]) -> list[float]:
+        moments = self.moments(slice(None))
+        return [float(((off @ moments) * off).sum()) for off in differences]
 
 
 def columns_of(product: Operands) -> tuple[Columns, int]:
@@ -474,17 +507,31 @@ def normalized_moments(
     Raises:
         NotChanged: there are none, all data is alike, or values are not finite.
     """
+    if isinstance(unscaled, Tensor):
+        total = total * unscaled
+    unit = total.diagonal(dim1=-2, dim2=-1).mean()
+    check_seen(count, float(unit))
+    return InputMoments((total / unit).to(torch.float32), count, noise / float(unit))
+
+
+def check_seen(count: Tensor, size: float) -> None:
+    """Check that there is what can be learned from.
+
+    Args:
+        count: how many rows each half of the examples has, `(2,)`.
+        size: the sum of squares of all values, or a part of it.
+
+    Raises:
+        NotChanged: there are none, all data is alike, or values are zero or not finite.
+    """
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
     if not bool(count.all()):
         raise NotChanged(
             "too few different examples of its input were seen, and none can be held back"
         )
-    total = total * unscaled
-    unit = total.diagonal(dim1=-2, dim2=-1).mean()
-    if not bool(total.isfinite().all()) or not unit > 0:
+    if not 0 < size < math.inf:
         raise NotChanged("its input is zero, or has values that are not finite")
-    return InputMoments((total / unit).to(torch.float32), count, noise / float(unit))
 
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:

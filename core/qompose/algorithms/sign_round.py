@@ -148,8 +148,8 @@ class SignRound(Algorithm):
         """Let weights begin where GPTQ rounds them, one after another."""
         decided = dict[str, Tensor]()
         for weight in weights:
-            moments = block.moments(weight.product, decided)
-            weight.positions = compensated(found, weight.product, moments, weight.positions)
+            inputs = block.read_by(weight.product, decided)
+            weight.positions = compensated(found, weight.product, inputs, weight.positions)
             decided |= _values([weight], [weight.state()])
 
 

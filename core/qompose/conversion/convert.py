@@ -462,7 +462,11 @@ class _QDQInserter:
         return read
 
     def _quantized(self, node: Node, value: Node, pair: OperatorPair) -> Node:
-        example = value_of(value).to(pair.dtype)
+        # A parameter's value is real: what is made of it when the program runs is not to be held here.
+        like = value_of(value)
+        example = like.to(pair.dtype)
+        if constant_of(value) is not None and like.numel():
+            example = like.new_zeros((), dtype=pair.dtype).expand(like.shape)
         maker = value if value.op == "call_function" else first_user(node)
         with node.graph.inserting_before(node):
             quantized = _call(pair.quantize, (value, *pair.arguments), maker, example)

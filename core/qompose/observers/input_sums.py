@@ -253,28 +253,18 @@ class MomentObserver(_SumObserver):
         """Add up columns of examples, each to the half that its hash, `(N,)`, says."""
         if not x.numel():
             return
-        second = hashes & 1 == 1
         total, count = self.total.clone(), self.count.clone()
-        for half, which in enumerate((~second, second)):
-            for some in self._parts(x, which):
+        for half in (0, 1):
+            for some in examples_in_parts(x, hashes, self.columns, half):
                 if self.columns.correlated:
                     rows = self.columns.of(some.double())
-                    total[half] += rows.transpose(1, 2) @ rows
+                    total[half].baddbmm_(rows.transpose(1, 2), rows)
                     count[half] += rows.shape[1]
                 else:
                     rows = distinct_rows(some.double(), self.columns.dim)
                     total[half] += torch.stack([rows.sum(0), rows.square().sum(0)])
                     count[half] += len(rows)
         self.total, self.count = total, count
-
-    def _parts(self, x: Tensor, which: Tensor) -> Iterable[Tensor]:
-        """Return some examples, as many at a time as have few columns together."""
-        if len(which) == 1:  # the one example may have no dimension of its own
-            return [x] if bool(which) else []
-        some = x[which.to(x.device)]
-        taps = 1 if self.columns.window is None else math.prod(self.columns.window.size)
-        most = max(1, _TOGETHER // (taps * x[0].numel()))
-        return [some[first : first + most] for first in range(0, len(some), most)]
 
     def seen(self) -> Moments:
         """Return what was seen."""
@@ -295,6 +285,21 @@ class MomentObserver(_SumObserver):
         self.total, self.count = moments.total.clone(), moments.count.clone()
 
 
+def examples_in_parts(x: Tensor, hashes: Tensor, columns: Columns, half: int) -> Iterable[Tensor]:
+    """Return the examples of a half, as many at a time as have few columns together.
+
+    Args:
+        hashes: of the examples, `(N,)`, which say in which half they are.
+    """
+    which = (hashes & 1 == 1) == bool(half)
+    if len(which) == 1:  # the one example may have no dimension of its own
+        return [x] if bool(which) else []
+    some = x[which.to(x.device)]
+    taps = 1 if columns.window is None else math.prod(columns.window.size)
+    most = max(1, _TOGETHER // max(1, taps * x[0].numel()))
+    return [some[first : first + most] for first in range(0, len(some), most)]
+
+
 def distinct_rows(x: Tensor, dim: int) -> Tensor:
     """Return the rows of channels along `dim`, those of one example that are equal once, `(N, C)`."""
     rows = examples_of(x, dim)
@@ -307,7 +312,7 @@ def distinct_rows(x: Tensor, dim: int) -> Tensor:
     return rows[torch.zeros_like(new).scatter_(1, order, new)]
 
 
-_TOGETHER = 2**24
+_TOGETHER = 2**20
 """How many values of columns are held at a time, unless one example has more."""
 _TAG = "input_of"
 _PREFIX = "sums_"

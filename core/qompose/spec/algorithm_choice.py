@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, Protocol, TypeAlias
 
@@ -18,8 +18,8 @@ GPTQ_SEQUENTIAL, SIGN_ROUND = "gptq_sequential", "sign_round"
 ALGORITHM_WORDS = (
     EQUALIZATION, SMOOTH_QUANT, AWQ, SCALE_SEARCH, GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND, BIAS_CORRECTION,
 )  # fmt: skip
-_WITH_OPTIONS = {SIGN_ROUND: "qompose.algorithms:SignRound"}
-"""Where the classes of qompose's algorithms are that have options, as entry points say it of others."""
+_OWN = "qompose.algorithms:OWN"
+"""Where qompose's algorithms are, as entry points say it of others: this floor imports none."""
 _ROUNDING = (GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND)
 """Each chooses the integers of weights, so that one of them is enough."""
 
@@ -153,10 +153,10 @@ def algorithm_class(word: object, path: str) -> type:
     """
     if word == SMOOTH_QUANT:
         return SmoothQuant
-    if word in _WITH_OPTIONS:
-        found: type = resolve_name(_WITH_OPTIONS[str(word)])
-        return found
-    if word in ALGORITHM_WORDS:
+    own: dict[object, type] = {one.word: type(one) for one in resolve_name(_OWN)}
+    if is_dataclass(own.get(word)):
+        return own[word]
+    if word in own:
         raise ConfigError(f"{path}: {word} has no options that can be saved; request it by name")
     points = {point.name: point for point in entry_points(ALGORITHM_GROUP)}
     if word not in points:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig
-from qompose.algorithms import gptq
-from qompose.algorithms.gptq import _Form, _Rounding
+from qompose.algorithms import GPTQ, SequentialGPTQ, gptq
+from qompose.algorithms.gptq import _Form, _Order, _Rounding
 from qompose.algorithms.products import InputRows, Operands, columns_of
-from qompose.errors import StatisticsError
+from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     AutoRangeObserver,
     MinMaxObserver,
@@ -110,6 +111,53 @@ def test_without_a_word_it_is_made_where_it_helps() -> None:
     assert said(even) == ([], [])
 
 
+OPTIONS: dict[str, GPTQ] = {
+    "damping": GPTQ(damping=0.05),
+    "as they come": GPTQ(act_order=False),
+    "small blocks": GPTQ(block_size=5),
+    "scales of what is left": GPTQ(act_order=False, static_groups=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_how_it_rounds_and_it_helps(name: str) -> None:
+    """By 1 dB at least on other data; sizes of blocks leave the integers as they are."""
+    model, seen, other = toys.seeded(nn.Linear(48, 16)).eval(), data(0, 256, 48), data(1, 256, 48)
+    groups = replace(PLAIN, weight=BLOCKS, input_activation=None)
+    words = ((), ("gptq",), (OPTIONS[name],))
+    plain, usual, chosen = (run(model, replace(groups, algorithms=w), seen) for w in words)
+    expected = model(other)
+    assert toys.sqnr(expected, chosen(other)) > toys.sqnr(expected, plain(other)) + 1
+    same = torch.equal(usual.get_buffer("weight_q"), chosen.get_buffer("weight_q"))
+    assert same == (name == "small blocks")
+    scales = torch.equal(usual.get_buffer("weight_scale"), chosen.get_buffer("weight_scale"))
+    assert scales == (name != "scales of what is left")
+    assert len(said(chosen)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"damping": 0}, {"damping": -1.0}, {"damping": math.nan}, {"damping": True}, {"damping": "1"},
+        {"block_size": 0}, {"block_size": 1.5}, {"block_size": True}, {"act_order": 1},
+        {"static_groups": None}, {"static_groups": False},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [GPTQ, SequentialGPTQ])
+def test_options_that_are_none(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        kind(**options)
+
+
+def test_moments_that_cannot_be_factorized_are_a_line() -> None:
+    """Damping so small that float32 does not show it, and fewer rows than channels."""
+    algorithm = GPTQ(damping=1e-12)
+    config = replace(PLAIN, input_activation=None, algorithms=(algorithm,))
+    model = toys.seeded(nn.Linear(48, 16)).eval()
+    made, refused = said(run(model, config, data(0, 20, 48)))
+    assert not made and "full rank" in refused[0] and "damping" in refused[0]
+
+
 TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
 
 
@@ -182,6 +230,12 @@ def rounding(weight: Tensor, step: float) -> _Rounding:
     return _Rounding.of(Reader(weight), q, together=False)
 
 
+def rounded(tried: _Rounding, rows: InputRows) -> Tensor:
+    """Return integers as floats."""
+    orders = [_Order.of(c, rows.moments(c), NEAR) for c in gptq._together(rows.channels)]
+    return tried.rounded(orders).positions.round()
+
+
 def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
     return InputRows(rows[None], torch.ones(len(rows)), torch.arange(len(rows)) % 2 == 0, noise)
 
@@ -190,7 +244,7 @@ def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
 def test_without_correlations_the_nearest_integers_are_taken(seed: int, channels: int) -> None:
     drawn = torch.randn(5, channels, generator=torch.Generator().manual_seed(seed))
     tried, rows = rounding(drawn, 0.3), input_rows(torch.diag(drawn[0]), 0.1)
-    assert torch.equal(tried.rounded((rows,), NEAR)[0], tried.nearest())
+    assert torch.equal(rounded(tried, rows), tried.nearest())
 
 
 @pytest.mark.parametrize("together", [64, 2048], ids=["in parts", "together"])
@@ -203,8 +257,10 @@ def test_the_error_that_rows_give_is_never_much_larger(
     tried = rounding(torch.randn(200, channels, generator=generator), 0.3)
     rows = input_rows(torch.randn(64, channels, generator=generator) + 2)
     with mock.patch.object(gptq, "MOST_TOGETHER", together):
-        (found,) = tried.rounded((rows,), NEAR)
-    assert tried.error(found, rows) < 1.1 * tried.error(tried.nearest(), rows)
+        found = rounded(tried, rows)
+    offs = [(x - tried.zero_point) * tried.step - tried.weight for x in (found, tried.nearest())]
+    error, of_nearest = rows.errors(offs)
+    assert error < 1.1 * of_nearest
     assert float(found.min()) >= -8 and float(found.max()) <= 7
 
 
@@ -215,7 +271,8 @@ def test_a_column_takes_back_what_later_ones_cannot(
     """Whatever errors the first columns have: its own makes the least of all that the rest can do."""
     drawn = torch.randn(3 * channels, channels, generator=torch.Generator().manual_seed(seed))
     moments = (drawn.T @ drawn).double()
-    handed_on = gptq._handed_on(moments[None].float(), believed)[0].double()
+    as_they_come = torch.arange(channels)[None]
+    handed_on = gptq._handed_on(moments[None].float(), as_they_come, _Form(believed))[0].double()
     moments = believed * moments + (1 - believed) * moments.diagonal().diag()
     for at in range(1, channels):
         errors = drawn[0, :at].double()

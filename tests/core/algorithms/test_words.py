@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from qompose import QuantizationConfig, SmoothQuant, training_config
-from qompose.algorithms import GPTQ, Algorithm, SignRound
+from qompose.algorithms import GPTQ, Algorithm, SequentialGPTQ, SignRound
 from qompose.errors import ConfigError
 from qompose.observers import config_from_json, config_to_json
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS
@@ -29,7 +29,7 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
         (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant .*weight-only"),
         (replace(STATIC, weight=None), ("equalization",), "equalization"),
         (STATIC, ("gptq", "sign_round"), "gptq and sign_round exclude one another"),
-        (STATIC, (GPTQ(), GPTQ(sequential=True)), "gptq and gptq_sequential exclude"),
+        (STATIC, (GPTQ(), SequentialGPTQ()), "gptq and gptq_sequential exclude"),
     ],
 )
 def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, named: str) -> None:
@@ -78,7 +78,7 @@ def test_without_a_strength_it_is_the_word() -> None:
 
 @pytest.mark.parametrize(
     "choice, word",
-    [(GPTQ(), "gptq"), (GPTQ(sequential=True), "gptq_sequential"), (SignRound(), "sign_round")],
+    [(GPTQ(), "gptq"), (SequentialGPTQ(), "gptq_sequential"), (SignRound(), "sign_round")],
 )
 def test_without_options_an_object_is_its_word(choice: Algorithm, word: str) -> None:
     assert replace(STATIC, algorithms=(choice,)).algorithms == (word,)
@@ -93,6 +93,17 @@ def test_options_of_sign_round_are_kept() -> None:
     assert config_from_json(json.loads(json.dumps(data))) == config
     with pytest.raises(ConfigError, match="iterations"):
         SignRound(iterations=0)
+
+
+@pytest.mark.parametrize("kind, word", [(GPTQ, "gptq"), (SequentialGPTQ, "gptq_sequential")])
+def test_options_of_gptq_are_kept(kind: Any, word: str) -> None:
+    damped = kind(damping=0.01, act_order=False)
+    config = replace(STATIC, algorithms=(damped,))
+    assert config.algorithms == (damped,) and damped != kind() and damped != kind(damping=0.02)
+    assert str(damped) == f"{word} with damping 0.01, act_order False"
+    data: Any = config_to_json(config)
+    assert data["algorithms"][0][word]["damping"] == 0.01
+    assert config_from_json(json.loads(json.dumps(data))) == config
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, Statistics
-from qompose.algorithms import Algorithm, Block, NotChanged, noted, set_integers, weight_group
+from qompose.algorithms import Algorithm, Block, NotChanged, gptq, noted, set_integers, weight_group
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Part
 from qompose.errors import CalibrationError, MemberError, StatisticsError, UnlearnedError
@@ -282,18 +283,20 @@ def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == "" and "learning head" in printed.err and "3/3" in printed.err
 
 
-@pytest.mark.full
-def test_memory_is_that_of_a_part_not_of_all() -> None:
-    """What is held beside the model grows by three bytes for each value that was learned."""
-
-    def peak(layers: int) -> int:
-        prepared = observed(net(layers), SEQUENTIAL)
-        with LiveBytes() as live:
-            qompose.calibrate(prepared, batches(2))
-        return live.peak
-
-    size = 2 * 24 * 32
-    assert peak(5) - peak(2) < 3 * 3 * size
+def test_memory_stays_below_three_layers_beside_the_float_model() -> None:
+    """With all integers that were chosen, of layers large beside what is rounded together."""
+    width, layers = 192, 5
+    stack = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    data = [torch.randn(8, width) for _ in range(2)]
+    prepared = prepare(export(stack, data[0]), toy(*PRODUCTS, config=SEQUENTIAL))
+    with (
+        mock.patch.multiple(gptq, MOST_TOGETHER=48, _JUDGED=8, _AT_A_TIME=8 * width),
+        LiveBytes() as live,
+    ):
+        qompose.calibrate(prepared, data)
+    learned = qompose.statistics(prepared).learned
+    assert learned is not None and len(learned.weights) == layers
+    assert live.peak < 3 * 4 * width**2
 
 
 BODY = """
