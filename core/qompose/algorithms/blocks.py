@@ -137,12 +137,20 @@ class PartlyRun:
     def ahead(self, batch: int, stop: int, read: Sequence[Node]) -> list[Any]:
         """Return values that a batch has once it is run up to a node, and leave it where it is."""
         values = self._held(batch)
-        run_part(
-            [node for node in self.nodes[self.at : stop] if node in self._rest],
-            values, self._call, self._done,
-        )  # fmt: skip
+        run_part(self._needed(stop, read), values, self._call, self._done)
         self._before.clear()
         return [values[node] for node in read]
+
+    def _needed(self, stop: int, read: Sequence[Node]) -> list[Node]:
+        """Return the nodes to run up to a node for some values: all, if any of them writes to others."""
+        nodes = [node for node in self.nodes[self.at : stop] if node in self._rest]
+        if self._writes:
+            return nodes
+        needed = set(read)
+        for node in reversed(nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return [node for node in nodes if node in needed]
 
     def _held(self, batch: int) -> dict[Node, Any]:
         """Return what is held of a batch; in copies if an operator might write to it."""
