@@ -119,7 +119,8 @@ def learn(
     known = {weight.path: weight for weight in before.weights}
 
     def keep(*, whole: bool) -> None:
-        refused = dict.fromkeys([*before.refused, *found.refused[said:]])
+        # What was refused before is learned of once more, and refused again if it has to be.
+        refused = dict.fromkeys(found.refused[said:])
         set_learned(prepared, Learned(tuple(known.values()), tuple(refused), whole))
 
     task = bar.add_task("learning", total=len(units))

@@ -233,6 +233,17 @@ def test_a_failure_leaves_nothing_learned() -> None:
         qompose.convert_pt2e(prepared)
 
 
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
+def test_after_another_calibration_a_product_has_one_line() -> None:
+    """Of the last one that learned of it: the first data was too little."""
+    prepared = observed(net(1), SEQUENTIAL)
+    qompose.calibrate(prepared, batches(1, seed=9)[0][:1].repeat(4, 1).unsqueeze(0))
+    qompose.calibrate(prepared, batches())
+    found = qompose.report(qompose.convert_pt2e(prepared))
+    lines = [line for line in (*found.rewrites, *found.notes) if "gptq_sequential of" in line]
+    assert len(lines) == 3 and not notes(qompose.convert_pt2e(prepared)).count("too few")
+
+
 def test_products_in_bodies_and_programs_that_write_are_named() -> None:
     def branch(m: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: m.inner(y), lambda y: y * 2.0, (m.outer(x),))
@@ -286,7 +297,7 @@ def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_memory_stays_below_three_layers_beside_the_float_model() -> None:
     """With all integers that were chosen, of layers large beside what is rounded together."""
     width, layers = 192, 5
-    stack = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    stack = seeded(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
     seen = [data(number, 24, width) for number in range(2)]
     prepared = prepare(export(stack, seen[0]), toy(*PRODUCTS, config=SEQUENTIAL))
     with (
