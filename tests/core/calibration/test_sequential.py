@@ -237,7 +237,7 @@ def test_a_failure_leaves_nothing_learned() -> None:
 def test_after_another_calibration_a_product_has_one_line() -> None:
     """Of the last one that learned of it: the first data was too little."""
     prepared = observed(net(1), SEQUENTIAL)
-    qompose.calibrate(prepared, batches(1, seed=9)[0][:1].repeat(4, 1).unsqueeze(0))
+    qompose.calibrate(prepared, [batches(1, seed=9)[0][:1].repeat(16, 1)])
     qompose.calibrate(prepared, batches())
     found = qompose.report(qompose.convert_pt2e(prepared))
     lines = [line for line in (*found.rewrites, *found.notes) if "gptq_sequential of" in line]
