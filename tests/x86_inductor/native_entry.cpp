@@ -46,7 +46,30 @@ extern "C" void quantize(int threads, const float* x, int64_t images, int64_t ch
 extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors, AtenTensorHandle* other,
                                       const int64_t* sizes, const double* ends, AtenTensorHandle* result) {
   const auto run = by_channel ? aoti_torch_cpu_vnni_depthwise : aoti_torch_cpu_vnni_product;
-  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, 13, ends, 6, result);
+  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, 15, ends, 6, result);
+}
+
+// `sizes`: as in vnni_recurrent.py; `tensors`: x, hidden, cell or null, weights, starts, values, three
+// results.
+extern "C" AOTITorchError recurrent(int threads, const int64_t* sizes, int64_t steps, int64_t batch,
+                                    const int64_t* counts, void* const* tensors) {
+  using namespace qompose_x86;
+  return without_exceptions("recurrent", [&] {
+    Recurrent r = recurrent_of(sizes, steps, batch);
+    const Totals totals = totals_of(r);
+    require(totals.weights == counts[0] && totals.starts == counts[1] && totals.values == counts[2],
+            "counts");
+    r.x = static_cast<const float*>(tensors[0]);
+    r.first_hidden = static_cast<const float*>(tensors[1]);
+    r.first_cell = static_cast<const float*>(tensors[2]);
+    r.weights = static_cast<const int8_t*>(tensors[3]);
+    r.starts = static_cast<const int32_t*>(tensors[4]);
+    r.values = static_cast<const float*>(tensors[5]);
+    r.out = static_cast<float*>(tensors[6]);
+    r.last_hidden = static_cast<float*>(tensors[7]);
+    r.last_cell = static_cast<float*>(tensors[8]);
+    recurrent(r, threads);
+  });
 }
 
 // `sizes`: batches, heads, shared heads, queries, keys, width, value width; `numbers`: as in

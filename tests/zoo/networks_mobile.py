@@ -2,12 +2,13 @@
 """MobileNets for images of 1000 classes: one block, and a table of its rows for each version.
 
 V2: Sandler et al., "Inverted residuals and linear bottlenecks" (2018), table 2. V3: Howard et al.,
-"Searching for MobileNetV3" (2019), table 1.
+"Searching for MobileNetV3" (2019), tables 1 and 2.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,6 +31,12 @@ V3_LARGE = (
     (3, 240, 80, False, HARDSWISH, 2), (3, 200, 80, False, HARDSWISH, 1), (3, 184, 80, False, HARDSWISH, 1),
     (3, 184, 80, False, HARDSWISH, 1), (3, 480, 112, True, HARDSWISH, 1), (3, 672, 112, True, HARDSWISH, 1),
     (5, 672, 160, True, HARDSWISH, 2), (5, 960, 160, True, HARDSWISH, 1), (5, 960, 160, True, HARDSWISH, 1),
+)  # fmt: skip
+V3_SMALL = (
+    (3, 16, 16, True, RELU, 2), (3, 72, 24, False, RELU, 2), (3, 88, 24, False, RELU, 1),
+    (5, 96, 40, True, HARDSWISH, 2), (5, 240, 40, True, HARDSWISH, 1), (5, 240, 40, True, HARDSWISH, 1),
+    (5, 120, 48, True, HARDSWISH, 1), (5, 144, 48, True, HARDSWISH, 1), (5, 288, 96, True, HARDSWISH, 2),
+    (5, 576, 96, True, HARDSWISH, 1), (5, 576, 96, True, HARDSWISH, 1),
 )  # fmt: skip
 
 
@@ -105,14 +112,25 @@ def mobilenet_v2() -> nn.Module:
 
 
 def mobilenet_v3_large() -> nn.Module:
+    return _mobilenet_v3(V3_LARGE, 1280)
+
+
+def mobilenet_v3_small() -> nn.Module:
+    return _mobilenet_v3(V3_SMALL, 1024)
+
+
+def _mobilenet_v3(rows: tuple[tuple[Any, ...], ...], head_width: int) -> nn.Module:
     layers: list[nn.Module] = [conv_bn(3, 16, 3, 2, act=HARDSWISH)]
     inputs = 16
-    for kernel, width, outputs, squeeze, act, stride in V3_LARGE:
+    for kernel, width, outputs, squeeze, act, stride in rows:
         layers.append(InvertedResidual(inputs, width, outputs, stride, act, kernel, squeeze))
         inputs = outputs
-    layers.append(conv_bn(inputs, 960, 1, act=HARDSWISH))
+    layers.append(conv_bn(inputs, 6 * inputs, 1, act=HARDSWISH))
     head = nn.Sequential(
-        nn.Linear(960, 1280), HARDSWISH(), nn.Dropout(0.2), nn.Linear(1280, CLASSES)
+        nn.Linear(6 * inputs, head_width),
+        HARDSWISH(),
+        nn.Dropout(0.2),
+        nn.Linear(head_width, CLASSES),
     )
     net = MobileNet(nn.Sequential(*layers), head)
     for norm in net.modules():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResNets for images of 1000 classes, by He et al., "Deep residual learning" (2015), table 1."""
+"""ResNets for images of 1000 classes, by He et al., "Deep residual learning" (2015), table 1.
+
+ResNeXt: Xie et al., "Aggregated residual transformations" (2017), table 1.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ CLASSES = 1000
 WIDTHS = (64, 128, 256, 512)
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    padding = kernel // 2
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
 
 
 class BasicBlock(nn.Module):
@@ -36,12 +40,16 @@ class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions to four times the width; the stride in the 3x3, which is version 1.5."""
 
     expansion = 4
+    groups, widening = 1, 1
 
     def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
         super().__init__()
-        outputs = width * self.expansion
+        outputs, width = width * self.expansion, width * self.widening
         self.conv1, self.bn1 = _conv(inputs, width, 1), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            _conv(width, width, 3, stride, self.groups),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.bn3 = _conv(width, outputs, 1), nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample or nn.Identity()
@@ -52,6 +60,12 @@ class Bottleneck(nn.Module):
         inner = self.bn3(self.conv3(inner))
         inner += self.downsample(x)
         return self.relu(inner)
+
+
+class GroupedBottleneck(Bottleneck):
+    """ResNeXt's: twice as wide, and 32 groups in the 3x3."""
+
+    groups, widening = 32, 2
 
 
 class ResNet(nn.Module):
@@ -94,3 +108,7 @@ def resnet18() -> nn.Module:
 
 def resnet50() -> nn.Module:
     return ResNet(Bottleneck, (3, 4, 6, 3))
+
+
+def resnext50() -> nn.Module:
+    return ResNet(GroupedBottleneck, (3, 4, 6, 3))

@@ -112,7 +112,7 @@ class OperatorPattern:
             (`qompose.testing`), and is not needed where every required argument is a tensor.
         example: a function of tensors that calls the first of `targets`, with the literals it needs:
             `lambda self: F.max_pool2d(self, 2)`. A parameter with the name of the rule's weight or bias
-            is a parameter of the tested model, any other is an input.
+            is a parameter of the tested model, and so is `params_0` of a list of weights; others are inputs.
         shapes: for each parameter of `example` (or, without it, for each tensor argument of the operator).
         result: of operators with several results, which one leaves the region; a program that reads
             another one does not match. "output" is that result then, and "op" the operator.

@@ -298,7 +298,8 @@ class Rule:
         drawing: the operation in one line, `conv2d -> relu`.
         anchor: the name of the operator whose place in the model decides the configuration.
         activations: names of the float inputs that get `config.input_activation`.
-        weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer.
+        weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer. In a list
+            of parameters, as recurrent layers have, each matrix gets it.
         bias: name of the float parameter that is added to the product, in the variants that have one.
         integer_bias: the kernel adds the bias as an integer, in steps of input scale times weight scale;
             the converted model adds what that integer stands for.

@@ -201,15 +201,18 @@ class _Fit:
     config: QuantizationConfig
 
     @cached_property
-    def weight(self) -> Node | None:
-        """The weight of the rule's product."""
-        return self.match.node(self.rule.weight or "")
+    def weights(self) -> tuple[Node, ...]:
+        """The weight of the rule's product, or the matrices of its list of parameters."""
+        found = self.match.tensors(self.rule.weight or "")
+        return found if len(found) < 2 else tuple(n for n in found if value_of(n).dim() > 1)
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
         """What the kernel reads, in the order of the rule."""
-        roles = [*self.rule.activations, *([self.rule.weight] if self.rule.weight else [])]
-        return tuple(operand for role in roles for operand in self.match.operands(role))
+        read = [o for role in self.rule.activations for o in self.match.operands(role)]
+        nodes = {node.name: node for node in self.match.nodes}
+        listed = self.match.operands(self.rule.weight) if self.rule.weight else []
+        return (*read, *(o for o in listed if o.read_by(nodes[o.user]) in self.weights))
 
     def objection(self) -> str | None:
         """Return why it cannot become a claim, None where it can."""
@@ -231,25 +234,25 @@ class _Fit:
             for tensor in tensors:
                 if not is_quantizable(tensor):
                     return f"{name} ({tensor.name}) is {_kind(tensor)}"
-        role, weight = self.rule.weight, self.weight
-        constant = None if weight is None else constant_of(weight)
-        if role and constant is None:
+        role = self.rule.weight
+        constants = [constant_of(weight) for weight in self.weights]
+        if role and not (constants and all(constant is not None for constant in constants)):
             return f"{role} is computed, not a parameter"
-        if weight is not None and not (constant is not None and constant.numel()):
-            return f"{role} ({weight.name}) is empty"
-        if weight is not None and not is_quantizable(weight):
-            return f"{role} ({weight.name}) is {_kind(weight)}"
+        for weight, constant in zip(self.weights, constants, strict=True):
+            if constant is None or not constant.numel():
+                return f"{role} ({weight.name}) is empty"
+            if not is_quantizable(weight):
+                return f"{role} ({weight.name}) is {_kind(weight)}"
         return None
 
     def _blocks_objection(self) -> str | None:
         """Check that the blocks of the weight's specification divide it."""
         blocks = getattr(self.rule.specs_for(self.config).get("weight"), "block_size", None)
-        if self.weight is None or blocks is None:
-            return None
-        try:
-            full_blocks(tuple(value_of(self.weight).shape), blocks)
-        except ConfigError as error:
-            return f"{self.rule.weight} ({self.weight.name}): {error}"
+        for weight in self.weights if blocks is not None else ():
+            try:
+                full_blocks(tuple(value_of(weight).shape), blocks)
+            except ConfigError as error:
+                return f"{self.rule.weight} ({weight.name}): {error}"
         return None
 
     def claim(self, owner: str, anchor: Node, selector: str) -> Claim:
@@ -286,7 +289,7 @@ class _Fit:
 
     def _product(self) -> Product | None:
         """Return what factors of channels need to know, where any are wanted and weights can absorb them."""
-        rule, config, weight = self.rule, self.config, self.weight
+        rule, config, weight = self.rule, self.config, next(iter(self.weights), None)
         bias = self.match.node(rule.bias or "")
         source = self.match.node(rule.activations[0]) if rule.activations else None
         wanted = config.balance or config.algorithms or config.unasked
@@ -337,7 +340,7 @@ class _Fit:
 
     def _bounded(self, spec: PointSpec) -> PointSpec:
         """Return a specification with what the rule's kernel asks of scale and zero point there."""
-        of_weight = self.weight is not None and spec.point.source == self.weight.name
+        of_weight = spec.point.source in [weight.name for weight in self.weights]
         edge = "weight" if of_weight else "activation"
         bounds = self.rule.bounds_for(edge if spec.point.user else "output")
         return replace(spec, bounds=bounds)

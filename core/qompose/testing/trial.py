@@ -234,6 +234,7 @@ class Terms:
     def stored(self) -> tuple[bool, ...]:
         """Which of the example's tensors are parameters of the model."""
         known = {self.rule.weight, self.rule.bias}
+        known |= {n for n in self.example.names if n.rpartition("_")[0] == self.rule.weight}
         if self.example.captured:  # such as a bias that the rule does not declare
             known |= set(self.example.names) - set(self.rule.activations)
         return tuple(

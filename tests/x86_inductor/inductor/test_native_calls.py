@@ -125,15 +125,26 @@ def test_models(
 
 
 @pytest.mark.full
-def test_what_code_of_ours_is_not_for_is_onednns(tmp_path: Path) -> None:
-    """Groups of several channels; all products of a processor that has AMX, or no VNNI."""
-    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2))
-    model = lowered(module, image)
+def test_groups_of_any_number_of_channels(tmp_path: Path) -> None:
+    """Few and many channels, more outputs than inputs, a last group beside whole ones, a sum behind it."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.multiplied(m.stem(x))
+        return torch.relu(x + m.narrow(x)) + m.wide(F.hardswish(m.split(x)))
+
+    layers = {
+        "stem": nn.Conv2d(3, 9, 3),
+        "multiplied": nn.Conv2d(9, 72, 3, 2, 1, groups=9),
+        "narrow": nn.Conv2d(72, 72, 3, 1, 1, groups=18),
+        "split": nn.Conv2d(72, 40, 1, groups=2),
+        "wide": nn.Conv2d(40, 72, (1, 3), padding=(0, 2), dilation=(1, 2), groups=2),
+    }
+    model = lowered(Model(forward, **layers), image)
     path = tmp_path / "model.pt2"
     assert_same(qompose.compile_lowered(model, "package", path=path), model, image)
     code = source(path)
-    assert code.count(f"aoti_torch_{PRODUCT}") == 2
-    assert code.count("aoti_torch_cpu__qconv") == 1
+    assert code.count(f"aoti_torch_{PRODUCT}") == 1 + len(layers)
+    assert "aoti_torch_cpu__qconv" not in code
 
 
 @pytest.mark.parametrize("features", [{"amx_int8": True}, {"avx512_vnni": False}])
@@ -250,16 +261,16 @@ def test_it_is_off_for_one_thread_and_one_call() -> None:
 def test_a_function_that_it_has_not_got_is_left_to_onednn(post_op: str) -> None:
     """It must not be left out."""
     call = a_call(Output(post_op=post_op, args=(0.1, 0.2)))
-    assert native_calls.applies(call, torch.ones(3, 4).char()) == (post_op != "mish")
+    assert native_calls.applies(call) == (post_op != "mish")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
 def test_types_that_it_has_not_got_are_left_to_onednn(dtype: torch.dtype) -> None:
-    weight, call = torch.ones(3, 4).char(), a_call(Output())
+    call = a_call(Output())
     summand = Summand(a_node(torch.ones(2, 3, dtype=dtype)))
-    assert native_calls.applies(call, weight)
-    assert not native_calls.applies(call._replace(summand=summand), weight)
-    assert not native_calls.applies(call._replace(out=Output(dtype=dtype)), weight)
+    assert native_calls.applies(call)
+    assert not native_calls.applies(call._replace(summand=summand))
+    assert not native_calls.applies(call._replace(out=Output(dtype=dtype)))
 
 
 def a_node(value: Tensor) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
@@ -30,7 +31,7 @@ def native(library: ctypes.CDLL) -> Run:
 
     def run(operator: Any, *arguments: Any, x: int | None = None, threads: int = 1) -> Tensor:
         image, *constants, other, sizes, ends = arguments
-        result = torch.full(Sizes.read(sizes).shape(image), 77, dtype=KINDS[sizes[-1]])
+        result = torch.full(Sizes.read(sizes).shape(image), 77, dtype=KINDS[Sizes.read(sizes).kind])
         kind = 2 if other is None else KINDS.index(other.dtype)
         failed = function(
             ctypes.c_int(threads),
@@ -59,8 +60,9 @@ def a_weight(channels: int, depth: int, kernel: tuple[int, int], depthwise: bool
 def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     """Arguments of an operator, from all that `vnni` may ask of it."""
     whole = draw(st.integers(1, 150)) if depthwise else 0
-    depth = whole or draw(st.integers(1, 70))
-    channels = whole or draw(st.integers(1, 200))
+    groups = 1 if depthwise else draw(st.sampled_from([1, 1, 2, 3, 5, 9, 32]))
+    depth = whole or draw(st.integers(1, 70 if groups == 1 else 20))
+    channels = whole or groups * draw(st.integers(1, 200 if groups == 1 else 40))
     pair = lambda low, high: st.tuples(*[st.integers(low, high)] * 2)  # noqa: E731
     square = st.sampled_from([(1, 1), (3, 3), (5, 5)])
     kernel = draw(square | pair(1, 4))
@@ -83,7 +85,8 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
         else (draw(st.sampled_from([-MOST, 0.0])), MOST)
     )
     torch.manual_seed(draw(st.integers(0, 99)))
-    x = torch.randint(0, 256, (draw(st.integers(1, 3)), height, width, depth), dtype=torch.uint8)
+    shape = (draw(st.integers(1, 3)), height, width, depth * groups)
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
     weight = a_weight(channels, depth, kernel, depthwise)
     spread = 60.0 if kind < 2 and function == 0 else 2.0
     terms = weight[0].numel()
@@ -93,9 +96,18 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
         per_step=30.0 if kind < 2 else 1.0, low=low, high=high,
     )  # fmt: skip
     other = None if depthwise else draw(st.sampled_from([None, *KINDS]))
+    sizes, weight = in_groups(sizes, weight, groups)
     constants = prepared(weight, scale, torch.randn(channels), sizes, depthwise=depthwise)
     added = None if other is None else (torch.randn(sizes.shape(x)) * 9).to(other)
     return x, *constants, added, sizes.flat(), [*ends]
+
+
+def in_groups(sizes: Sizes, weight: Tensor, groups: int) -> tuple[Sizes, Tensor]:
+    """The same, as the C++ reads weights of several groups."""
+    if groups == 1:
+        return sizes, weight
+    weight, depth, channels = vnni.in_whole_groups(weight, groups)
+    return sizes._replace(group_depth=depth, group_channels=channels), weight
 
 
 def prepared(
@@ -145,7 +157,13 @@ def test_planes(
 
 
 def sums_of(
-    x: Tensor, weight: Tensor, *, depthwise: bool, padding: int = 0, zero_point: int = 0
+    x: Tensor,
+    weight: Tensor,
+    *,
+    depthwise: bool,
+    padding: int = 0,
+    zero_point: int = 0,
+    groups: int = 1,
 ) -> tuple[Any, ...]:
     """Arguments of an operator that returns the plain sums, as floats."""
     channels, _, *kernel = weight.shape
@@ -155,6 +173,7 @@ def sums_of(
     )  # fmt: skip
     ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
     scale, bias = torch.ones(channels), torch.zeros(channels)
+    sizes, weight = in_groups(sizes, weight, groups)
     constants = prepared(weight, scale, bias, sizes, depthwise=depthwise)
     return x, *constants, None, sizes.flat(), [*ends]
 
@@ -206,6 +225,26 @@ def test_nothing_is_read_behind_an_image(
     assert torch.equal(got, vnni.reference(*arguments, depthwise=depthwise))
 
 
+@needs_vnni
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("groups", "depth", "each"), [(18, 4, 4), (7, 1, 2), (5, 24, 20), (2, 3, 5)]
+)
+def test_groups_are_those_of_torch_and_read_nothing_behind_an_image(
+    native: Run, groups: int, depth: int, each: int, kernel: tuple[int, int], padding: int
+) -> None:
+    torch.manual_seed(groups)
+    x = torch.randint(0, 256, (2, 6, 7, depth * groups), dtype=torch.uint8)
+    weight = a_weight(each * groups, depth, kernel, depthwise=False)
+    image = F.pad(x.permute(0, 3, 1, 2).double(), [padding] * 4, value=3) - 3
+    wanted = F.conv2d(image, weight.double(), groups=groups).permute(0, 2, 3, 1).float()
+    arguments = sums_of(x, weight, depthwise=False, padding=padding, zero_point=3, groups=groups)
+    with at_the_end_of_memory(x) as place:
+        assert torch.equal(native(vnni.PRODUCT, *arguments, x=place, threads=3), wanted)
+    assert torch.equal(vnni.reference(*arguments, depthwise=False), wanted)
+
+
 @given(
     st.integers(1, 90), st.integers(1, 150), st.tuples(*[st.integers(1, 4)] * 2),
     st.integers(1, 2), st.booleans(),
@@ -221,7 +260,7 @@ def test_packing_loses_nothing(
 
 
 def test_what_sizes_write_they_read() -> None:
-    sizes = Sizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2)
+    sizes = Sizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2, 12, 16)
     assert Sizes.read(sizes.flat()) == sizes
 
 
@@ -281,7 +320,7 @@ def test_nan_of_channels_by_themselves(native: Run, kind: torch.dtype) -> None:
     x = torch.zeros(1, 4, 4, 67, dtype=torch.uint8)
     arguments = [*sums_of(x, torch.ones(67, 1, 3, 3).char(), depthwise=True)]
     arguments[4] = arguments[4] + float("nan")
-    arguments[6][-1] = KINDS.index(kind)
+    arguments[6] = Sizes.read(arguments[6])._replace(kind=KINDS.index(kind)).flat()
     if kind != torch.float32:
         arguments[7][-2:] = [
             float(limit) for limit in (torch.iinfo(kind).min, torch.iinfo(kind).max)
@@ -303,14 +342,16 @@ def test_huge_values_are_those_of_torch(native: Run, function: int) -> None:
 
 @needs_vnni
 @pytest.mark.parametrize("threads", [2, 8, 64])
-@pytest.mark.parametrize("depthwise", [False, True])
+@pytest.mark.parametrize(
+    ("depthwise", "groups"), [(False, 1), (False, 8), (True, 1)], ids=["one", "groups", "channels"]
+)
 def test_threads_compute_the_same_and_ask_for_no_memory(
-    library: ctypes.CDLL, native: Run, threads: int, depthwise: bool
+    library: ctypes.CDLL, native: Run, threads: int, depthwise: bool, groups: int
 ) -> None:
     torch.manual_seed(0)
     x = torch.randint(0, 256, (2, 33, 35, 96), dtype=torch.uint8)
-    weight = a_weight(96, 96, (3, 3), depthwise)
-    arguments = sums_of(x, weight, depthwise=depthwise, padding=1)
+    weight = a_weight(96, 96 // groups, (3, 3), depthwise)
+    arguments = sums_of(x, weight, depthwise=depthwise, padding=1, groups=groups)
     operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
     counts = [library.count_allocations(False), library.count_allocations(True)]
     got = native(operator, *arguments, threads=threads)

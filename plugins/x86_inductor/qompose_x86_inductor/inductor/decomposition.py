@@ -22,6 +22,7 @@ from qompose_x86_inductor.inductor import (
     late_operators,
     native_attention,
     native_calls,
+    native_recurrent,
 )
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
@@ -33,6 +34,7 @@ from qompose_x86_inductor.operators import (
     linear_dynamic,
     linear_weight_only,
     pooling,
+    recurrent,
 )
 
 
@@ -59,7 +61,7 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 _OPS: Final = getattr(torch.ops, NAMESPACE)
-_DECOMPOSITIONS: Final[dict[Any, Callable[..., Tensor]]] = {
+_DECOMPOSITIONS: Final[dict[Any, Callable[..., Any]]] = {
     _OPS.linear.default: linear.linear_in_graph,
     _OPS.linear_add.default: linear.linear_add_in_graph,
     _OPS.linear_dynamic.default: linear_dynamic.linear_in_graph,
@@ -75,6 +77,7 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Tensor]]] = {
     _OPS.mean.default: pooling.mean_in_graph,
     _OPS.mul.default: elementwise.mul_in_graph,
     _OPS.attention.default: attention.attention_in_graph,
+    **dict.fromkeys(native_recurrent.OPERATORS, recurrent.recurrent_in_graph),
 }
 
 _IN_FLOAT: Final[dict[Any, Callable[..., Tensor]]] = {
@@ -129,6 +132,9 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
     """Return whether our own C++ computes a call, which then calls that."""
     if node.target is native_attention.OPERATOR:
         return native_attention.replace(node, [*_arguments(node).values()])
+    if node.target in native_recurrent.OPERATORS:
+        arguments = [*_arguments(node).values()]
+        return native_recurrent.replace(node, arguments, functools.partial(_attribute, gm))
     name = native_calls.PRODUCTS.get(node.target)
     if name is None:
         return False
@@ -136,7 +142,7 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
     weight, w_scale, bias = (_attribute(gm, given) for given in call.product[3:])
     if weight is None or w_scale is None or (bias is None) != (call.product.bias is None):
         return False
-    if not native_calls.applies(call, weight):
+    if not native_calls.applies(call):
         return False
     native_calls.replace(node, call, weight, w_scale, bias, packed)
     return True

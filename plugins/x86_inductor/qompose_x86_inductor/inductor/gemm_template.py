@@ -48,6 +48,7 @@ OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 _OPS: Final = getattr(torch.ops, NAMESPACE)
 _PER_TOKEN: Final = _OPS.linear_dynamic_per_token
 _OURS: Final = (_OPS.linear, _OPS.linear_add, _PER_TOKEN)
+_IN_FLOAT: Final = (_OPS.attention, _OPS.lstm, _OPS.gru)
 _WRONG: Final = _OPS.linear_dynamic
 _aten: Final = torch.ops.aten
 _OTHER_PRODUCTS: Final = frozenset(
@@ -94,7 +95,7 @@ def _multiplies(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-        if target.overloadpacket is _OPS.attention:  # torch's, in float, without our C++
+        if target.overloadpacket in _IN_FLOAT:  # torch's operators, without our C++
             return not vnni.available()
         return target.overloadpacket in _OTHER_PRODUCTS
     examples = {each: each.meta.get("val") for each in node.all_input_nodes}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.inductor import native_attention
-from qompose_x86_inductor.native import vnni, vnni_attention
+from qompose_x86_inductor.inductor import native_attention, native_recurrent
+from qompose_x86_inductor.native import vnni, vnni_attention, vnni_recurrent
 from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
 from qompose_x86_inductor.onednn.arguments import (
     NAMESPACE,
@@ -39,15 +39,13 @@ _BOUNDS: Final = ("relu", "hardtanh")
 _QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
-def applies(call: ProductCall, weight: Tensor) -> bool:
-    """Return whether our C++ computes a product, whose arguments are nodes, by a weight."""
+def applies(call: ProductCall) -> bool:
+    """Return whether our C++ computes a product, whose arguments are nodes."""
     summand = call.summand
     values = (call.product.x,) if summand is None else (call.product.x, summand.tensor)
     if not vnni.available() or any(_dtype(value) not in KINDS for value in values):
         return False
-    if (call.out.dtype or torch.float32) not in KINDS or _function(call.out) is None:
-        return False
-    return call.geometry.groups == 1 or (_is_depthwise(call, weight) and summand is None)
+    return (call.out.dtype or torch.float32) in KINDS and _function(call.out) is not None
 
 
 def replace(
@@ -70,14 +68,17 @@ def replace(
     assert gm is not None
     function, sizes, ends = _described(call, weight)
     kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
+    if call.geometry.groups > 1 and not depthwise:
+        kernel, depth, channels = vnni.in_whole_groups(kernel, call.geometry.groups)
+        sizes = sizes._replace(group_depth=depth, group_channels=channels)
     scale, shift = _linear_part(call, w_scale, bias, in_steps=function == 0)
     start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
-    key = (id(weight), depthwise, sizes.joined)
+    key = (id(weight), depthwise, sizes.joined, sizes.group_channels)
     if key not in packed:
-        packed[key] = _registered(gm, vnni.pack(kernel, sizes, depthwise=depthwise))
+        packed[key] = vnni.registered(gm, vnni.pack(kernel, sizes, depthwise=depthwise))
     others = (vnni.per_channel(v, depthwise=depthwise) for v in (start, scale, shift))
     with node.graph.inserting_before(node):
-        names = (packed[key], *(_registered(gm, value) for value in others))
+        names = (packed[key], *(vnni.registered(gm, value) for value in others))
         buffers = [node.graph.get_attr(name) for name in names]
     node.target = _matrix if weight.dim() == 2 else _image
     operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
@@ -117,12 +118,14 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
-    attends = any(node.target is native_attention.OPERATOR for node in graph.graph.nodes)
-    if not _has_products(graph) and not (attends and vnni.available()):
+    known = {native_attention.OPERATOR, *native_recurrent.OPERATORS}
+    has_others = any(node.target in known for node in graph.graph.nodes)
+    if not _has_products(graph) and not (has_others and vnni.available()):
         return {}
     from torch._inductor.cpp_builder import is_gcc
 
-    shims = {**vnni.shims(), vnni_attention.ATTENTION: [vnni_attention.DECLARATION]}
+    others = {vnni_attention.ATTENTION: vnni_attention.DECLARATION, **vnni_recurrent.DECLARATIONS}
+    shims = {**vnni.shims(), **{operator: [text] for operator, text in others.items()}}
     found = {"cpp_wrapper": True, _OPTION: shims}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
@@ -229,15 +232,8 @@ def _linear_part(
 
 
 def _is_depthwise(call: ProductCall, weight: Tensor) -> bool:
-    groups = call.geometry.groups
-    return groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1
-
-
-def _registered(gm: fx.GraphModule, value: Tensor) -> str:
-    """Return the name of a new buffer."""
-    name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
-    gm.register_buffer(name, value, persistent=False)
-    return name
+    groups, alone = call.geometry.groups, call.summand is None
+    return alone and groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1
 
 
 def _dtype(value: Any) -> torch.dtype | None:

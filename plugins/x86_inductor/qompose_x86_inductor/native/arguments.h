@@ -10,7 +10,24 @@
 
 namespace qompose_x86 {
 
-enum Size : int { OUT_CHANNELS, KH, KW, SH, SW, PH, PW, DH, DW, X_ZP, FUNCTION, ZP, KIND, SIZES };
+enum Size : int {
+  OUT_CHANNELS,
+  KH,
+  KW,
+  SH,
+  SW,
+  PH,
+  PW,
+  DH,
+  DW,
+  X_ZP,
+  FUNCTION,
+  ZP,
+  KIND,
+  GROUP_DEPTH,
+  GROUP_CHANNELS,
+  SIZES
+};
 enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, PER_STEP, LOW, HIGH, ENDS };
 
 struct Constants {
@@ -45,7 +62,8 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
           s[PW],
           s[DH],
           s[DW],
-          static_cast<int>(s[X_ZP])};
+          static_cast<int>(s[X_ZP]),
+          s[GROUP_DEPTH]};
 }
 
 // Of what vnni.pack makes for such an image.
@@ -77,7 +95,7 @@ inline void run(int threads, bool by_channel, const Image& image, const Constant
   if (by_channel)
     depthwise(image, c.weight, finish, out, threads);
   else
-    product(image, c.weight, finish, out, threads);
+    product(image, c.weight, finish, s[GROUP_CHANNELS], out, threads);
 }
 
 }  // namespace qompose_x86

@@ -99,11 +99,11 @@ struct Plan {
   }
 };
 
+// Sums of one tile after another, with memory of its own.
 class Worker {
  public:
-  Worker(const Image& image, const Plan& plan, const int8_t* weights, const Finish& f, void* out)
+  Worker(const Image& image, const int8_t* weights, const Finish& f, void* out)
       : g(image),
-        plan(plan),
         weights(weights),
         f(f),
         out(out),
@@ -113,31 +113,57 @@ class Worker {
         windows(g, MOST_ROWS[1]),
         where(MOST_ROWS[1] * runs) {}
 
-  // Tiles `from` to `to` of all.
-  void work(int64_t from, int64_t to) noexcept {
+  // Tiles `from` to `to` of all of a plan.
+  void work(const Plan& plan, int64_t from, int64_t to) noexcept {
     int64_t before = 0;
     for (int64_t first = 0; first < plan.pixels && before < to; first += plan.block)
       for (int64_t panel = 0; panel < plan.panels && before < to; ++panel) {
-        const int64_t count = plan.tiles(first, panel);
-        for (int64_t tile = std::max<int64_t>(0, from - before); tile < std::min(count, to - before); ++tile)
-          one(first, panel, tile);
+        const int64_t count = plan.tiles(first, panel), most = MOST_ROWS[plan.width(panel)];
+        const int64_t stop = std::min(first + plan.block, plan.pixels);
+        for (int64_t tile = std::max<int64_t>(0, from - before); tile < std::min(count, to - before);
+             ++tile) {
+          find(first + tile * most, std::min(most, stop - first - tile * most));
+          sum(panel * 64, plan.width(panel));
+        }
         before += count;
       }
   }
 
+  // Tiles `from` to `to` of all groups: windows of `most` pixels, and for them one group after the other.
+  void work_in_groups(int64_t channels_each, int64_t most, int64_t from, int64_t to) noexcept {
+    const int64_t groups = g.groups();
+    for (int64_t unit = from; unit < to; ++unit) {
+      const int64_t group = unit % groups, first = unit / groups * most;
+      if (unit == from || group == 0) {
+        find(first, std::min(most, g.pixels() - first));
+        shift(group);
+      } else {
+        shift(1);
+      }
+      const int64_t stop = std::min((group + 1) * channels_each, f.channels);
+      for (int64_t channel = group * channels_each; channel < stop; channel += 64)
+        sum(channel, static_cast<int>(std::min<int64_t>(WIDEST, (stop - channel + 15) / 16)));
+    }
+  }
+
  private:
-  void one(int64_t first, int64_t panel, int64_t tile) {
-    const int width = plan.width(panel), most = MOST_ROWS[width];
-    const int64_t row = first + tile * most, stop = std::min(first + plan.block, plan.pixels);
-    const int rows = static_cast<int>(std::min<int64_t>(most, stop - row));
-    const int8_t* panel_weights = weights + panel * runs * quads * 64 * WIDEST;
+  void find(int64_t pixel, int64_t count) {
+    row = pixel;
+    rows = static_cast<int>(count);
     windows.find(row, rows, where.data());
-    sum_of(width, rows)(where.data(), runs, quads, panel_weights, f.start + panel * 64, sums);
-    finish(f, sums, rows, width, row, panel * 64, out);
+  }
+
+  void shift(int64_t groups) {
+    for (int64_t i = 0; i < runs * rows; ++i) where[i] += groups * g.group_depth;
+  }
+
+  void sum(int64_t channel, int width) {
+    const int8_t* panel = weights + channel * runs * quads * 4;
+    sum_of(width, rows)(where.data(), runs, quads, panel, f.start + channel, sums);
+    finish(f, sums, rows, width, row, channel, out);
   }
 
   const Image& g;
-  const Plan& plan;
   const int8_t* weights;
   const Finish& f;
   void* out;
@@ -145,17 +171,27 @@ class Worker {
   const int64_t runs, quads;
   Windows windows;
   std::vector<Bytes> where;
+  int64_t row = 0;
+  int rows = 0;
   alignas(64) __m512i sums[MOST_SUMS];
 };
 
-inline void product(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
+// `group_channels`: of the result, of each group, a multiple of 16.
+inline void product(const Image& g, const int8_t* weights, const Finish& f, int64_t group_channels, void* out,
+                    int available) {
   const Plan plan(g, f.channels);
-  const int64_t tiles = plan.work(), products = g.pixels() * f.channels * g.runs() * g.run_bytes();
-  const int threads = threads_for(products, tiles, available);
+  const int64_t most = MOST_ROWS[std::min<int64_t>(WIDEST, (group_channels + 15) / 16)];
+  const int64_t tiles = g.group_depth ? (g.pixels() + most - 1) / most * g.groups() : plan.work();
+  const int threads = threads_for(g.pixels() * f.channels * g.runs() * g.quads() * 4, tiles, available);
   std::vector<Worker> workers;
   workers.reserve(threads);
-  for (int each = 0; each < threads; ++each) workers.emplace_back(g, plan, weights, f, out);
-  in_parallel(threads, tiles, [&](int thread, int64_t from, int64_t to) { workers[thread].work(from, to); });
+  for (int each = 0; each < threads; ++each) workers.emplace_back(g, weights, f, out);
+  in_parallel(threads, tiles, [&](int thread, int64_t from, int64_t to) {
+    if (g.group_depth)
+      workers[thread].work_in_groups(group_channels, most, from, to);
+    else
+      workers[thread].work(plan, from, to);
+  });
 }
 
 }  // namespace qompose_x86

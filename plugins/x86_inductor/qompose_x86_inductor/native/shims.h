@@ -24,6 +24,7 @@
 #pragma GCC optimize("O3")
 #include "arguments.h"
 #include "attention.h"
+#include "recurrent.h"
 #pragma GCC pop_options
 
 namespace qompose_x86 {
@@ -108,12 +109,13 @@ inline int available_threads() {
   return static_cast<int>(count);
 }
 
-// A tensor of four axes that is deleted unless it is given away.
+// A tensor of at most four axes that is deleted unless it is given away.
 class Result {
  public:
-  Result(const int64_t* sizes, Kind kind) {
-    const int64_t strides[] = {sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
-    check(aoti_torch_empty_strided(4, sizes, strides, dtype_of(kind), aoti_torch_device_type_cpu(), 0,
+  Result(const int64_t* sizes, Kind kind, int axes = 4) {
+    int64_t strides[4] = {1, 1, 1, 1};
+    for (int axis = axes - 2; axis >= 0; --axis) strides[axis] = strides[axis + 1] * sizes[axis + 1];
+    check(aoti_torch_empty_strided(axes, sizes, strides, dtype_of(kind), aoti_torch_device_type_cpu(), 0,
                                    &tensor_));
   }
   Result(const Result&) = delete;
@@ -194,3 +196,4 @@ extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle
 }
 
 #include "attention_shim.h"
+#include "recurrent_shim.h"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,7 +82,11 @@ def fits_machine() -> bool:
 
 
 class Sizes(NamedTuple):
-    """The numbers of `enum Size` in arguments.h, in its order; pairs are of height and width."""
+    """The numbers of `enum Size` in arguments.h, in its order; pairs are of height and width.
+
+    ``group_depth`` and ``group_channels`` are inputs and outputs of a group as `in_whole_groups` makes them,
+    multiples of 4 and 16, of which the last group may have fewer; 0 where there is one group.
+    """
 
     channels: int
     kernel: tuple[int, int]
@@ -92,11 +97,13 @@ class Sizes(NamedTuple):
     function: int
     zero_point: int
     kind: int
+    group_depth: int = 0
+    group_channels: int = 0
 
     @property
     def joined(self) -> bool:
         """Return whether the columns of a window are adjacent, so that a line of it is one run of bytes."""
-        return self.dilation[1] == 1 or self.kernel[1] == 1
+        return self.kernel[1] == 1 or (self.dilation[1] == 1 and not self.group_depth)
 
     def flat(self) -> list[int]:
         """Return them as the operators expect them."""
@@ -135,10 +142,28 @@ def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
     if depthwise:
         return _pack_depthwise(taps.flatten(1))
     runs = taps.flatten(2) if sizes.joined else taps.flatten(1, 2)
-    runs = _filled(_filled(runs, 2, FOUR), 0, VECTOR)
+    runs = filled(filled(runs, 2, FOUR), 0, VECTOR)
     quads = runs.reshape(*runs.shape[:2], -1, FOUR)
-    panels = torch.split(quads, PANEL)
+    groups = torch.split(quads, sizes.group_channels or len(quads))
+    panels = (panel for group in groups for panel in torch.split(group, PANEL))
     return torch.cat([panel.permute(1, 2, 0, 3).flatten() for panel in panels])
+
+
+def in_whole_groups(weight: Tensor, groups: int) -> tuple[Tensor, int, int]:
+    """Join groups of an int8 weight (out, in, kh, kw), with zeros where they do not meet, for whole vectors.
+
+    Returns:
+        The weight, inputs and outputs of a group: multiples of `FOUR` and `VECTOR`, or 0 for one group.
+    """
+    depth, channels = weight.shape[1], weight.shape[0] // groups
+    joined = math.lcm(VECTOR // math.gcd(VECTOR, channels), FOUR // math.gcd(FOUR, depth))
+    joined = min(joined, groups)
+    whole = filled(weight.unflatten(0, (groups, channels)), 0, joined)
+    apart = whole.new_zeros(len(whole), channels, joined, *weight.shape[1:])
+    number = torch.arange(len(whole))
+    apart[number, :, number % joined] = whole
+    result = apart.flatten(2, 3).flatten(0, 1)[: len(weight)]
+    return result, *((depth * joined, channels * joined) if joined < groups else (0, 0))
 
 
 def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tensor:
@@ -149,10 +174,11 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
         taps = torch.cat([_interleaved(block.permute(1, 0, 2).flatten(1)) for block in blocks])
         return taps[:channels, : height * width].reshape(channels, 1, height, width)
     count, length = (height, width * depth) if sizes.joined else (height * width, depth)
-    quads, filled = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
+    quads, whole = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
+    each = sizes.group_channels or whole
     panels, at = [], 0
-    while at < filled:
-        rows = min(PANEL, filled - at)
+    while at < whole:
+        rows = min(PANEL, whole - at, each - at % each)
         part = packed[at * count * quads * FOUR :][: rows * count * quads * FOUR]
         panels.append(part.reshape(count, quads, rows, FOUR).permute(2, 0, 1, 3).flatten(2))
         at += rows
@@ -163,13 +189,13 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
 def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
     """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
     if not depthwise:
-        return _filled(values, 0, VECTOR)
-    return _interleaved(_filled(values, 0, PANEL))
+        return filled(values, 0, VECTOR)
+    return _interleaved(filled(values, 0, PANEL))
 
 
 def _pack_depthwise(taps: Tensor) -> Tensor:
     """Pack (out, taps)."""
-    blocks = torch.split(_interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL)), PANEL)
+    blocks = torch.split(_interleaved(filled(filled(taps, 1, FOUR), 0, PANEL)), PANEL)
     return torch.cat([
         block.reshape(PANEL, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
     ])  # fmt: skip
@@ -183,7 +209,7 @@ def _interleaved(values: Tensor) -> Tensor:
     return values.reshape(-1, 4, 4, 4, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
 
 
-def _filled(values: Tensor, dim: int, multiple: int) -> Tensor:
+def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
     """Return values with zeros appended along an axis, up to a multiple."""
     missing = -values.shape[dim] % multiple
     return F.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
@@ -195,19 +221,24 @@ def _blocked(channels: int) -> int:
 
 def _uncompiled(*arguments: Any, depthwise: bool) -> Tensor:
     """Compute an operator in a graph that was not compiled, or compiled without the C++."""
+    warn_uncompiled()
+    return reference(*arguments, depthwise=depthwise)
+
+
+def warn_uncompiled() -> None:
+    """Warn of an operator that runs in a graph that was not compiled, or compiled without the C++."""
     warnings.warn(
         "An operator for compiled code runs on torch's operators, which is exact but slow: leave the "
         "compiler's option cpp_wrapper as qompose.compile_lowered sets it",
-        stacklevel=2,
+        stacklevel=3,
     )
-    return reference(*arguments, depthwise=depthwise)
 
 
 def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
     x, packed, start, scale, bias, other, flat, given_ends = arguments
     sizes, ends = Sizes.read(flat), Ends(*given_ends)
-    weight = unpack(packed, sizes, x.shape[3], depthwise=depthwise)
+    weight = unpack(packed, sizes, sizes.group_depth or x.shape[3], depthwise=depthwise)
     if depthwise:
         start, scale, bias = map(_interleaved, (start, scale, bias))
     start, scale, bias = (v[: sizes.channels].double() for v in (start, scale, bias))
@@ -227,10 +258,13 @@ def reference(*arguments: Any, depthwise: bool) -> Tensor:
 
 def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     """Return float64 sums (N, H', W', out) of the integers, padded with the zero point."""
-    (above, beside), groups = sizes.padding, x.shape[3] // weight.shape[1]
+    (above, beside), whole = sizes.padding, weight.double()
     image = F.pad(x.permute(0, 3, 1, 2).double(), [beside, beside, above, above], value=sizes.x_zp)
-    sums = F.conv2d(image, weight.double(), None, sizes.stride, 0, sizes.dilation, groups)
-    return sums.permute(0, 2, 3, 1)
+    if sizes.group_depth:
+        image, whole = filled(image, 1, sizes.group_depth), filled(whole, 0, sizes.group_channels)
+    groups = image.shape[1] // weight.shape[1]
+    sums = F.conv2d(image, whole, None, sizes.stride, 0, sizes.dilation, groups)
+    return sums[:, : sizes.channels].permute(0, 2, 3, 1)
 
 
 def reference_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
@@ -297,6 +331,13 @@ def shims() -> dict[Any, list[str]]:
     code = f'extern "C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER.as_posix()}"\n}}'
     texts[PRODUCT] = [f"{first};\n{code}"]
     return texts
+
+
+def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
+    """Return the name of a new buffer of a module, for what the operators read."""
+    name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
+    gm.register_buffer(name, value, persistent=False)
+    return name
 
 
 def _digest(folder: Path) -> str:

@@ -8,13 +8,12 @@ zero point of the keys adds to scores is equal for all of a row, and softmax is 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qompose_x86_inductor.native.vnni import KINDS
+from qompose_x86_inductor.native.vnni import KINDS, warn_uncompiled
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.operators.attention import weighted_means
 from qompose_x86_inductor.operators.registration import register
@@ -64,11 +63,7 @@ def reference(
 
 def _uncompiled(*arguments: Any) -> Tensor:
     """Compute the operator in a graph that was not compiled, or compiled without the C++."""
-    warnings.warn(
-        "An operator for compiled code runs on torch's operators, which is exact but slow: leave the "
-        "compiler's option cpp_wrapper as qompose.compile_lowered sets it",
-        stacklevel=2,
-    )
+    warn_uncompiled()
     return reference(*arguments)
 
 

@@ -17,14 +17,19 @@ struct Image {
   int64_t oh, ow;      // of the result
   int64_t kh, kw, sh, sw, ph, pw, dh, dw;
   int x_zp;
+  int64_t group_depth;  // channels of x in a group, a multiple of 4; the last may lack some. 0: one group
 
   int64_t pixels() const { return n * oh * ow; }
+  int64_t groups() const { return group_depth ? (c + group_depth - 1) / group_depth : 1; }
   // Columns of a window without gaps lie side by side: one run of bytes for each line of it.
-  bool joined() const { return dw == 1 || kw == 1; }
+  bool joined() const { return kw == 1 || (dw == 1 && !group_depth); }
   int64_t runs() const { return joined() ? kh : kh * kw; }
   int64_t run_bytes() const { return joined() ? kw * c : c; }
-  int64_t quads() const { return (run_bytes() + 3) / 4; }
-  bool plain() const { return kh * kw * sh * sw == 1 && ph + pw == 0 && c % 4 == 0; }
+  // Of one group.
+  int64_t quads() const { return ((group_depth ? group_depth : run_bytes()) + 3) / 4; }
+  // What is read of a run, for all groups.
+  int64_t read_bytes() const { return groups() * quads() * 4; }
+  bool plain() const { return kh * kw * sh * sw == 1 && ph + pw == 0 && c == read_bytes(); }
 };
 
 // Runs of bytes that windows read. What is not in the image, or ends beside its last byte, is copied.
@@ -33,7 +38,7 @@ class Windows {
   Windows(const Image& image, int most_rows)
       : g(image),
         end(g.x + g.n * g.h * g.w * g.c),
-        padded(g.quads() * 4),
+        padded(g.read_bytes()),
         blank(padded, g.x_zp),
         copies(g.plain() ? 0 : most_rows * g.runs() * padded) {
     for (int64_t i = 0; i < g.kh; ++i)

@@ -38,6 +38,7 @@ from qompose_x86_inductor.operators import (
     linear_dynamic as _linear_dynamic,  # noqa: F401 - registers
     linear_weight_only as _linear_weight_only,  # noqa: F401 - registers
     pooling,
+    recurrent as _recurrent,  # noqa: F401 - registers
 )
 from qompose_x86_inductor.operators.registration import register
 

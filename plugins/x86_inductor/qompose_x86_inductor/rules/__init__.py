@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from qompose_x86_inductor.rules.attention import ATTENTION_RULES
 from qompose_x86_inductor.rules.dynamic import DYNAMIC_RULES
+from qompose_x86_inductor.rules.recurrent import RECURRENT_RULES
 from qompose_x86_inductor.rules.static import PRODUCT_RULES, STATIC_RULES
 from qompose_x86_inductor.rules.weight_only import WEIGHT_ONLY_RULES
 
@@ -14,4 +15,5 @@ RULES = (
     *STATIC_RULES,
     *DYNAMIC_RULES,
     *WEIGHT_ONLY_RULES,
+    *RECURRENT_RULES,
 )

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 
 # Measured: compiled, the int8 steps of an LSTM or GRU took one to four times as long as torch's float loop
-# (128 and 256 wide, 32 steps, batches of 1 and 16).
+# (128 and 256 wide, 32 steps, batches of 1 and 16). LSTM and GRU have kernels for whole layers.
 _UNROLLED = "step by step, its int8 linears are slower than torch's own loop"
 _TWO_ACTIVATIONS = "torch has no int8 kernel for a product of two activations on CPUs"
 
@@ -28,7 +28,7 @@ _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
         aten.conv_transpose3d.input,
     ),
     "this backend has no rule for convolutions over three dimensions": (aten.conv3d.default,),
-    _UNROLLED: (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+    _UNROLLED: (aten.rnn_tanh.input, aten.rnn_relu.input),
     "torch has no int8 kernel for it on CPUs": (
         aten.softmax.int,
         aten.layer_norm.default,
