@@ -99,7 +99,7 @@ def test_messages_of_troubleshooting_are_in_the_sources() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, re.MULTILINE)
     assert len(rows) == 20
     assert [message for message, _ in rows if not any(message in text for text in texts)] == []
-    named = {name for _, classes in rows for name in re.findall(r"`(\w+)`", classes)}
+    named = {name for _, classes in rows for name in re.findall(r"^`(\w+)`", classes)}
     assert [name for name in named if not hasattr(qompose.errors, name)] == []
 
 
