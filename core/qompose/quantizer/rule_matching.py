@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -247,7 +248,8 @@ class _Fit:
 
     def _blocks_objection(self) -> str | None:
         """Check that the blocks of the weight's specification divide it."""
-        blocks = getattr(self.rule.specs_for(self.config).get("weight"), "block_size", None)
+        spec: Any = self.rule.specs_for(self.config).get("weight")
+        blocks: Any = getattr(spec, "block_size", None)
         for weight in self.weights if blocks is not None else ():
             try:
                 full_blocks(tuple(value_of(weight).shape), blocks)

@@ -18,9 +18,9 @@ _KEPT: list[Any] = []
 def register_operator(
     name: str,
     schema: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     *,
-    fake: Callable[..., Tensor] | None = None,
+    fake: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
     shape: Callable[..., Sequence[Any]] | None = None,
     dtypes: Mapping[str, Sequence[torch.dtype]] | None = None,
     devices: Sequence[str] = (),
@@ -35,8 +35,8 @@ def register_operator(
         schema: arguments and result, `(Tensor x, float scale) -> Tensor`.
         function: takes the arguments in the order of the schema, and writes to none of them.
         fake: returns the result without values, for the same arguments.
-        shape: in its place, returns the shape of a result that has dtype and device of the first argument.
-            Without both, the function itself runs on fake tensors.
+        shape: in its place, returns the shape of the result, whose dtype and device are those of the first
+            argument. Without both, the function itself runs on fake tensors.
         dtypes: by the name of an argument, those that it may have.
         devices: dispatch keys of torch, "CPU"; none: every device.
         layout: the tag that tells compilers which strides of arguments are accepted.
@@ -51,19 +51,21 @@ def register_operator(
     library.define(short + schema, tags=tags)  # type: ignore[no-untyped-call]
     check = _checked(name, dtypes or {})
 
-    def real(*args: Any) -> Tensor:
+    def real(*args: Any) -> Tensor | tuple[Tensor, ...]:
         check(args)
         try:
             return function(*args)
         except ValueError as error:
             raise _named(name, error) from error
 
-    def without_values(*args: Any) -> Tensor:
+    def without_values(*args: Any) -> Tensor | tuple[Tensor, ...]:
         check(args)
         try:
             if fake is not None:
                 return fake(*args)
-            found = shape(*args) if shape is not None else function(*args).shape
+            if shape is None:
+                return function(*args)
+            found = shape(*args)
         except ValueError as error:
             raise _named(name, error) from error
         return torch.empty(found, dtype=args[0].dtype, device=args[0].device)

@@ -158,7 +158,7 @@ def in_whole_groups(weight: Tensor, groups: int) -> tuple[Tensor, int, int]:
     depth, channels = weight.shape[1], weight.shape[0] // groups
     joined = math.lcm(VECTOR // math.gcd(VECTOR, channels), FOUR // math.gcd(FOUR, depth))
     joined = min(joined, groups)
-    whole = filled(weight.unflatten(0, (groups, channels)), 0, joined)
+    whole = filled(weight.reshape(groups, channels, *weight.shape[1:]), 0, joined)
     apart = whole.new_zeros(len(whole), channels, joined, *weight.shape[1:])
     number = torch.arange(len(whole))
     apart[number, :, number % joined] = whole

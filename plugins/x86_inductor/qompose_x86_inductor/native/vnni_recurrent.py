@@ -73,16 +73,16 @@ def unpack(packed: Packed, sizes: Sizes) -> Iterator[Cell]:
         for _ in range(sizes.directions):
             gates = -(-sizes.hidden // VECTOR) * VECTOR * sizes.gates
             depths = (sizes.depth(layer), sizes.width)
-            pair = [
+            by_input, by_state = (
                 reader.next(gates, depth, sizes.gates * VECTOR).rows(places) for depth in depths
-            ]
+            )
             projection = None
             if sizes.projected:
                 rows = -(-sizes.projected // VECTOR) * VECTOR
                 kept = torch.arange(sizes.projected)
                 whole = reader.next(rows, sizes.hidden, PANEL, has_bias=False)
                 projection = whole.rows(kept)._replace(bias=None)
-            yield Cell(*pair, projection)
+            yield Cell(by_input, by_state, projection)
 
 
 def _order(sizes: Sizes) -> Tensor:
@@ -118,7 +118,7 @@ class _Reader:
         self._left = Packed(*(all_[count:] for all_, count in pairs))
         panels = torch.split(flat, panel * quads * FOUR)
         matrix = torch.cat([p.reshape(quads, -1, FOUR).transpose(0, 1).flatten(1) for p in panels])
-        scale, *bias = values.split(rows)
+        scale, *bias = torch.split(values, rows)
         return Weight(matrix[:, :depth], scale, bias[0] if bias else None)
 
 

@@ -63,8 +63,8 @@ class RecurrentCall(NamedTuple):
 
     input: Tensor
     hx: Any
-    params: Sequence[Tensor]
-    scales: Sequence[Tensor]
+    params: Sequence[Any]
+    scales: Sequence[Any]
     has_biases: bool
     num_layers: int
     bidirectional: bool
@@ -86,7 +86,7 @@ class RecurrentCall(NamedTuple):
         for first in range(0, len(self.params), size):
             w_ih, w_hh, *others = self.params[first : first + size]
             b_ih, b_hh = others[:2] if self.has_biases else (None, None)
-            pair = [Weight(w_ih, next(scales), b_ih), Weight(w_hh, next(scales), b_hh)]
+            pair = (Weight(w_ih, next(scales), b_ih), Weight(w_hh, next(scales), b_hh))
             projects = len(others) % 2 == 1
             yield Cell(*pair, Weight(others[-1], next(scales), None) if projects else None)
 

@@ -10,7 +10,7 @@ from qompose.backend import kit
 from torch import Tensor
 from torch._ops import OpOverload
 
-_Function = Callable[..., Tensor]
+_Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def register(
