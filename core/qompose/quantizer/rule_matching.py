@@ -167,6 +167,8 @@ def _distance(rule: Rule, config: QuantizationConfig | None) -> int:
     """Return how far a rule is from following a configuration; see `Rejection`."""
     if config is None or rule.objection(config) is None:
         return 0
+    if rule.option and rule.option not in config.options:
+        return 3  # few ask for it: what another rule objects to says more
     return 1 if rule.mode_for(config) in rule.modes else 2
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from qompose import QuantizationConfig, QuantizationSpec
+from qompose import QuantizationConfig
 from qompose.backend import kit
 from qompose.errors import ConfigError
 
@@ -17,39 +17,26 @@ GROUP_SIZES: Final = (16, 32, 64, 128, 256)
 """Sizes of blocks that ONNX Runtime fuses into MatMulNBits."""
 NARROW: Final = (-64, 63)
 """Weights of seven bits: two products of them and 255 fit into 16 bits."""
+TENSORRT: Final = "tensorrt"
+"""The option of the rules for TensorRT, and the name of its target."""
 
 
-def _words(dtype: str) -> Any:
-    """Return what begins the names of configurations whose activations have a type."""
-
-    def head(options: kit.ConfigOptions, bits: int) -> str:
-        words = (
-            options.mode,
-            dtype if options.mode == "static" else "",
-            f"{bits}-bit weights" if bits != 8 else "",
-            f"groups of {options.group_size}" if options.group_size else "",
-            "" if options.is_per_channel or options.group_size else "per-tensor",
-        )
-        return " ".join(filter(None, words))
-
-    return head
-
-
-def _factory(dtype: str, low: int, high: int) -> kit.ConfigFactory:
-    return kit.ConfigFactory(
-        activation=(getattr(torch, dtype), low, high),
-        group_sizes=GROUP_SIZES,
-        head=_words(dtype if dtype != "uint8" else ""),
-    )
+def _factory(dtype: torch.dtype) -> kit.ConfigFactory:
+    info = torch.iinfo(dtype)
+    return kit.ConfigFactory(activation=(dtype, info.min, info.max), group_sizes=GROUP_SIZES)
 
 
 _FACTORIES: Final[Mapping[str, kit.ConfigFactory]] = MappingProxyType(
-    {"uint8": _factory("uint8", 0, 255), "int8": _factory("int8", -128, 127)}
+    {name: _factory(getattr(torch, name)) for name in ("uint8", "int8", "uint16", "int16")}
 )
 
 
 def get_onnx_quantization_config(
-    activation: str = "uint8", *, symmetric_activations: bool = False, **options: Any
+    activation: str | None = None,
+    *,
+    symmetric_activations: bool = False,
+    tensorrt: bool = False,
+    **options: Any,
 ) -> QuantizationConfig:
     """Return a configuration, named after its choices. Weights are symmetric int8, per output channel.
 
@@ -57,18 +44,27 @@ def get_onnx_quantization_config(
     weights have seven bits: `bits=7`.
 
     Args:
-        activation: "uint8" or "int8". ONNX Runtime on x86 processors computes with uint8, into which it turns
-            int8 where it can; ONNX Runtime on Arm wants int8.
+        activation: "uint8", the default, or "int8". ONNX Runtime on x86 processors computes with uint8, into which it turns
+            int8 where it can; ONNX Runtime on Arm wants int8. "uint16" and "int16" are for accelerators: ONNX
+            Runtime computes in float between such integers.
         symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
+        tensorrt: what TensorRT reads: static int8 with zero points of 0, biases in float. Lower for the target
+            "tensorrt". Files have been checked against TensorRT's documented rules, and never run by it.
         options: those of `qompose.backend.kit.ConfigOptions`. Dynamic activations are uint8, and groups are
             for weights alone.
 
     Raises:
         ConfigError: arguments exclude one another, or an argument has a value that does not exist.
     """
+    kit.check_booleans(symmetric_activations=symmetric_activations, tensorrt=tensorrt)
+    if tensorrt:
+        if activation not in (None, "int8"):
+            raise ConfigError(f"tensorrt=True is for int8 activations, got {activation!r}")
+        activation, symmetric_activations = "int8", True
+        options["options"] = (*options.get("options", ()), TENSORRT)
+    activation = "uint8" if activation is None else activation
     if activation not in _FACTORIES:
         raise ConfigError(f"activation must be {' or '.join(_FACTORIES)}, got {activation!r}")
-    kit.check_booleans(symmetric_activations=symmetric_activations)
     config = _FACTORIES[activation](**options)
     if config.mode != "static" and (activation != "uint8" or symmetric_activations):
         raise ConfigError(
@@ -79,17 +75,21 @@ def get_onnx_quantization_config(
         raise ConfigError(
             "per_token=True: DynamicQuantizeLinear has one scale for the whole tensor"
         )
-    return _symmetric(config) if symmetric_activations else config
+    return _named(config, activation, symmetric=symmetric_activations)
 
 
-def _symmetric(config: QuantizationConfig) -> QuantizationConfig:
-    """Return a configuration whose activations have the zero point of symmetric ranges."""
+def _named(config: QuantizationConfig, activation: str, *, symmetric: bool) -> QuantizationConfig:
+    """Return a configuration whose name tells its activations, with zero points of symmetric ranges or not."""
     spec: Any = config.input_activation
-    assert isinstance(spec, QuantizationSpec)
-    spec = replace(spec, qscheme=torch.per_tensor_symmetric)
-    return replace(
-        config, input_activation=spec, output_activation=spec, name=f"{config.name}, symmetric"
-    )
+    words = [
+        *([activation] if activation != "uint8" else []),
+        *(["symmetric"] if symmetric else []),
+    ]
+    if symmetric:
+        spec = replace(spec, qscheme=torch.per_tensor_symmetric)
+        config = replace(config, input_activation=spec, output_activation=spec)
+    told = f"{' '.join(words)} activations" if words else ""
+    return replace(config, name=", ".join(filter(None, (config.name, told))))
 
 
 _make = get_onnx_quantization_config
@@ -99,6 +99,8 @@ CONFIGS: Final = MappingProxyType(
         _make(bits=7),
         _make("int8"),
         _make("int8", symmetric_activations=True),
+        _make(tensorrt=True),
+        _make("uint16"),
         _make(is_per_channel=False),
         _make(is_dynamic=True),
         _make(weight_only=True),

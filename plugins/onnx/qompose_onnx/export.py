@@ -27,7 +27,8 @@ quantized = torch.ops.quantized_decomposed
 OPSET: Final = 20
 """With 21, ONNX Runtime 1.32 refuses some int8 around reshapes in float, of which it names the type twice."""
 OF_BLOCKS: Final = 21
-"""The first with weights of four bits, and with scales for blocks."""
+"""The first with weights of four bits, with scales for blocks, and with integers of 16 bits."""
+SIXTEEN: Final = (torch.uint16, torch.int16)
 OWN: Final = ("quantized_decomposed", "qompose")
 """The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
 REMEDY: Final = "Rewrite that part of the model with operators that ONNX has"
@@ -66,7 +67,12 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
 def _opset(program: ExportedProgram) -> int:
     """Return the version of ONNX's operators that a program needs."""
     grouped = quantized.dequantize_per_channel_group.default
-    return OF_BLOCKS if any(node.target is grouped for node in _calls(program)) else OPSET
+    needed = any(
+        node.target is grouped or not {*node.args}.isdisjoint(SIXTEEN)
+        for node in _calls(program)
+        if getattr(node.target, "namespace", "") == "quantized_decomposed"
+    )
+    return OF_BLOCKS if needed else OPSET
 
 
 def _of_four_bits(program: ExportedProgram) -> set[str]:

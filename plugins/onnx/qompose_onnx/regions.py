@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What regions look like when ONNX Runtime is to fuse them: each stays, in place, but for three things.
+"""What regions look like when runtimes are to fuse them: each stays, in place, but for three things.
 
 An activation bounds the integers behind it, a bias becomes int32 between its own dequantize
 operator, and the product of a linear with a bias is one of matrices, since QGemm takes nothing else.
@@ -7,11 +7,12 @@ operator, and the product of a linear with a bias is one of matrices, since QGem
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
-from qompose.backend import QuantizedTensor, Region, kit
+from qompose.backend import Region, kit
 from torch import Tensor
 from torch.fx import Node
 
@@ -23,24 +24,43 @@ INT32: Final = (-(2**31), 2**31 - 1, torch.int32)
 
 def for_runtimes(region: Region) -> None:
     """Rewrite a region in place, as far as its tensors are quantized."""
+    _make_integer(region)
+    if not _is_implied(region):
+        _bound_integers(region)
+
+
+def for_openvino(region: Region) -> None:
+    """Do the same, but leave bounds where they are: OpenVINO applies them before it rounds, once."""
+    _make_integer(region)
+    _is_implied(region)
+
+
+def _make_integer(region: Region) -> None:
     bias = region.argument("op", "bias") if region.has("weight") else None
     if bias is not None:
         _make_bias_integer(region, bias)
         if region.node("op").target is aten.linear.default:
             _make_matrix(region)
-    if region.has("act") and region.output is not None:
-        _bound_integers(region, region.output)
 
 
-def _bound_integers(region: Region, output: QuantizedTensor) -> None:
-    """Drop an activation that the range of the integers implies; let another bound integers itself."""
+def _is_implied(region: Region) -> bool:
+    """Drop an activation that the range of the integers implies; tell whether none is left."""
+    output = region.output
+    if not region.has("act") or output is None:
+        return True
+    if kit.integer_bounds(region, "act") != (output.low, output.high):
+        return False
+    act = region.node("act")
+    act.replace_all_uses_with(act.all_input_nodes[0])
+    act.graph.erase_node(act)  # one in place would stay otherwise, as a write that nobody reads
+    return True
+
+
+def _bound_integers(region: Region) -> None:
+    """Let an activation bound integers: ONNX Runtime fuses a product that is quantized at once."""
     act = region.node("act")
     (before,) = act.all_input_nodes
-    if kit.integer_bounds(region, "act") == (output.low, output.high):
-        act.replace_all_uses_with(before)
-        act.graph.erase_node(act)  # one in place would stay otherwise, as a write that nobody reads
-        return
-    qparams = output.qparams[:5]
+    qparams = region.quantized("output").qparams[:5]
     rounded = region.step(quantized.quantize_per_tensor.default, before, *qparams)
     read = region.step(quantized.dequantize_per_tensor.default, rounded, *qparams)
     for node in (rounded, read):
@@ -81,10 +101,7 @@ def _make_matrix(region: Region) -> None:
     if len(shape) == 2:
         return
     x = region.quantized("input")
-    sizes = [
-        size if isinstance(size, int) else region.step(aten.sym_size.int, x.node, dim)
-        for dim, size in enumerate(shape)
-    ]
+    sizes = _sizes(region, x.node, shape)
     rows = region.step(aten.reshape.default, x.node, [-1, x.node.meta["val"].shape[-1]])
     scale = (x.scale, x.zero_point, x.low, x.high, x.dtype)
     read = region.step(quantized.dequantize_per_tensor.default, rows, *scale)
@@ -93,7 +110,7 @@ def _make_matrix(region: Region) -> None:
     op.replace_input_with(region.inputs("input")[0], read)
     for node in (op, last):
         node.meta["val"] = node.meta["val"].flatten(0, -2)
-    _reshape_behind(region, sizes, shape)
+    behind(region, lambda end: called(aten.reshape.default, end, sizes, shape=shape))
 
 
 def mean_over_image(region: Region) -> None:
@@ -103,23 +120,45 @@ def mean_over_image(region: Region) -> None:
         return
     shape = node.meta["val"].shape
     source = region.inputs("self")[0]
-    sizes = [
+    sizes = _sizes(region, source, shape)
+    node.args, node.kwargs = (source, [2, 3], True), {}
+    node.meta["val"] = node.meta["val"].reshape(*shape, 1, 1)
+    behind(region, lambda end: called(aten.reshape.default, end, sizes, shape=shape))
+
+
+def _sizes(region: Region, source: Node, shape: Sequence[Any]) -> list[Any]:
+    """Return the sizes of a shape, which an input has in the same places where they are open."""
+    return [
         size if isinstance(size, int) else region.step(aten.sym_size.int, source, dim)
         for dim, size in enumerate(shape)
     ]
-    node.args, node.kwargs = (source, [2, 3], True), {}
-    node.meta["val"] = node.meta["val"].reshape(*shape, 1, 1)
-    _reshape_behind(region, sizes, shape)
 
 
-def _reshape_behind(region: Region, sizes: list[Any], shape: Any) -> None:
-    """Give the output the shape that it had: its integers where it is quantized, floats else."""
+def behind(region: Region, lay_out: Callable[[Node], Node]) -> None:
+    """Let readers of the output read what `lay_out` makes of it, in integers where it is quantized.
+
+    Each quantize operator has its dequantize operator right behind it: ONNX Runtime makes uint8 of int8 in
+    such pairs alone, and fuses no product whose input and output differ in type.
+    """
     last = region.output_node
     for end in [last] if region.output is None else list(last.users):
-        readers = list(end.users)
-        end.meta["val"] = last.meta["val"].to(end.meta["val"].dtype)
-        with last.graph.inserting_after(end):
-            back = last.graph.call_function(aten.reshape.default, (end, sizes))
-        back.meta = {"val": end.meta["val"].reshape(shape)}
+        readers, value = list(end.users), last.meta["val"]
+        end.meta["val"] = value.to(end.meta["val"].dtype)
+        with last.graph.inserting_before(end.next):
+            if region.output is None:
+                found = lay_out(end)
+            else:
+                qparams = end.args[1:]
+                read = called(quantized.dequantize_per_tensor.default, end, *qparams)
+                laid_out = lay_out(read)
+                found = called(quantized.quantize_per_tensor.default, laid_out, *qparams)
         for reader in readers:
-            reader.replace_input_with(end, back)
+            reader.replace_input_with(end, found)
+
+
+def called(target: Any, node: Node, *args: Any, shape: Sequence[Any] | None = None) -> Node:
+    """Insert a call on a node; where sizes are nodes too, `shape` is that of its value."""
+    made = node.graph.call_function(target, (node, *args))
+    value = node.meta["val"]
+    made.meta = {"val": target(value, *args) if shape is None else value.reshape(shape)}
+    return made

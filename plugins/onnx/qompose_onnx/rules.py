@@ -13,13 +13,14 @@ from itertools import product
 from typing import Any, Final
 
 import torch
-from qompose.backend import Guard, Kernel, Region, Rule, TensorConstraint, kit
+from qompose.backend import Kernel, Region, Rule, TensorConstraint, kit
 
-from qompose_onnx import guards
-from qompose_onnx.configs import GROUP_SIZES
-from qompose_onnx.fused_graph import MOVED, WEIGHT_ONLY
-from qompose_onnx.regions import for_runtimes, mean_over_image
+from qompose_onnx import guards, tensorrt
+from qompose_onnx.configs import GROUP_SIZES, TENSORRT
+from qompose_onnx.fused_graph import MOVED, SIXTEEN_BITS, WEIGHT_ONLY
+from qompose_onnx.regions import for_openvino, for_runtimes, mean_over_image
 from qompose_onnx.runtimes import OPENVINO, OPENVINO_INT8, OPENVINO_LOOP, OPENVINO_WEIGHTS
+from qompose_onnx.transposed import as_convolution
 
 aten = torch.ops.aten
 
@@ -38,6 +39,8 @@ GROUPS: Final = TensorConstraint(
     block_sizes=frozenset((size,) for size in GROUP_SIZES),
 )
 STATIC: Final = {"activation": ACTIVATION, "weight": WEIGHT, "output": ACTIVATION}
+_SYMMETRIC: Final = replace(ACTIVATION, dtypes=frozenset({torch.int8}), zero_point_exact_match=0)
+_WIDE: Final = replace(ACTIVATION, dtypes=frozenset({torch.uint16, torch.int16}))
 DYNAMIC: Final = {
     "activation": TensorConstraint(
         dtypes=frozenset({torch.uint8}),
@@ -63,25 +66,30 @@ def _kernels(
         facts: of the kernels.
     """
 
-    def chain(names: Sequence[str]) -> Kernel:
+    def chain(names: Sequence[str], emit: Any) -> Kernel:
         first, *others = names
         kernel = Kernel(first, emit, **facts)
         kernel = replace(kernel, float_arithmetic=True) if first == OPENVINO_LOOP else kernel
-        return replace(kernel, otherwise=chain(others)) if others else kernel
+        return replace(kernel, otherwise=chain(others, emit)) if others else kernel
 
-    found = dict.fromkeys(("onnx", "onnxruntime"), chain(names))
-    return {**found, OPENVINO: chain(openvino)} if openvino else found
+    found = dict.fromkeys(("onnx", "onnxruntime"), chain(names, emit))
+    for_its = for_openvino if emit is for_runtimes else emit
+    return {**found, OPENVINO: chain(openvino, for_its)} if openvino else found
 
 
 BOUNDED: Final = kit.any_of("hardtanh", kit.HARDTANH, kit.RELU6)
 CONVOLUTIONS: Final = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED: Final = tuple(name.replace("conv", "conv_transpose") for name in CONVOLUTIONS)
 
 
 def _products() -> Iterator[Rule]:
     """Yield static products; a linear without an activation gives floats to those that read floats."""
-    for after, operator in product(((kit.RELU,), (BOUNDED,), ()), ("linear", *CONVOLUTIONS)):
+    for after, operator in product(
+        ((kit.RELU,), (BOUNDED,), ()), ("linear", *CONVOLUTIONS, *TRANSPOSED)
+    ):
         linear = operator == "linear"
         names = ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat") if linear else ("QLinearConv",)
+        emit = as_convolution if operator in TRANSPOSED else for_runtimes
         yield kit.product_rule(
             operator,
             after=after,
@@ -89,7 +97,7 @@ def _products() -> Iterator[Rule]:
             integer_bias=True,
             accepts=STATIC,
             guard=(guards.matrix,) if linear else (),
-            kernels=_kernels(*names, emit=for_runtimes, openvino=(OPENVINO_INT8,)),
+            kernels=_kernels(*names, emit=emit, openvino=(OPENVINO_INT8,)),
         )
 
 
@@ -121,81 +129,85 @@ def _binary(name: str, after: Sequence[kit.Step] = ()) -> Rule:
         after=after,
         accepts=STATIC,
         guard=(kit.computed_factors, guards.not_after_linear),
-        kernels=_kernels(
-            f"QLinear{name.capitalize()}",
-            emit=for_runtimes if after else None,
-        ),
+        kernels=_kernels(f"QLinear{name.capitalize()}", emit=for_runtimes if after else None),
     )
 
 
-def _rescaled(
-    name: str,
-    operator: str,
-    *patterns: Any,
-    guard: Sequence[Guard] = (),
-    emit: Callable[[Region], None] | None = None,
-) -> Rule:
-    """Return a rule for a function with integers of its own on both sides."""
-    kernels = _kernels(f"QLinear{operator}", emit=emit)
-    return kit.unary_rule(name, *patterns, accepts=STATIC, guard=guard, kernels=kernels)
+def _pools() -> Iterator[Rule]:
+    """Yield pools and means over images, which runtimes fuse as averages."""
+    average = "QLinearGlobalAveragePool"
+    yield kit.pool_rule("max_pool2d", accepts=STATIC, kernels=_kernels(MOVED))
+    for name, operator, guard, emit in (
+        ("avg_pool2d", "QLinearAveragePool", guards.plain_average, None),
+        ("adaptive_avg_pool2d", average, guards.to_one_pixel, None),
+        ("mean", average, kit.first_of(kit.rank("self", 4), guards.over_image), mean_over_image),
+    ):
+        kernels = _kernels(operator, emit=emit)
+        yield kit.pool_rule(name, accepts=STATIC, guard=(guard,), kernels=kernels)
 
 
-def _in_place(name: str) -> list[Any]:
-    return [kit.one(getattr(aten, f"{name}{ending}").default) for ending in ("", "_")]
+def _functions() -> Iterator[Rule]:
+    """Yield functions with integers on both sides."""
+    for step, operator in ((kit.LEAKY_RELU, "LeakyRelu"), (kit.SIGMOID, "Sigmoid")):
+        patterns = [kit.one(target) for _, target in step.forms]
+        kernels = _kernels(f"QLinear{operator}")
+        yield kit.unary_rule(step.name, *patterns, accepts=STATIC, kernels=kernels)
 
 
 def _moves() -> Iterator[Rule]:
     """Yield the operators that only move integers; relus and clamps alone are computed in float."""
     only = {*kit.MOVES} - {"relu", "clamp"}
-    for rule in kit.move_rules(
-        STATIC, kernels=lambda name, kernel: _kernels(MOVED), only=only, carries=only - {"cat"}
-    ):
-        concatenates = rule.name == "cat"
-        yield replace(rule, kernels=_kernels("QLinearConcat", MOVED)) if concatenates else rule
+    yield from kit.move_rules(
+        STATIC,
+        kernels=lambda name, _: _kernels(*(["QLinearConcat"] if name == "cat" else []), MOVED),
+        only=only,
+        carries=only - {"cat"},
+    )
 
+
+_STATIC: Final[tuple[Rule, ...]] = (
+    *_products(),
+    *(_binary(name, after) for after in ((kit.RELU,), ()) for name in ("add", "mul")),
+    *_pools(),
+    *_functions(),
+    *_moves(),
+)
+
+
+def _like(rule: Rule, name: str, constraint: TensorConstraint, **fields: Any) -> Rule:
+    """Return a rule for other activations, of which ONNX Runtime's report is not asked."""
+    accepts = {**rule.accepts, "activation": constraint, "output": constraint}
+    return replace(rule, name=f"{rule.name}_{name}", accepts=accepts, **fields)
+
+
+_TENSORRT: Final = tuple(
+    _like(
+        rule, TENSORRT, _SYMMETRIC, option=TENSORRT, integer_bias=False,
+        kernels={TENSORRT: Kernel(tensorrt.KERNEL)},
+    )
+    for rule in _STATIC
+)  # fmt: skip
+"""They come first, since the others apply to configurations with the option, too."""
+_SIXTEEN_BITS: Final = tuple(
+    _like(
+        rule, "16_bits", _WIDE,
+        kernels=dict.fromkeys(("onnx", "onnxruntime"), Kernel(SIXTEEN_BITS, float_arithmetic=True)),
+    )
+    for rule in _STATIC if rule.weight or rule.condition == "no_float"
+)  # fmt: skip
 
 RULES: Final[tuple[Rule, ...]] = (
-    *_products(),
+    *_TENSORRT,
+    *_STATIC,
+    *_SIXTEEN_BITS,
     _linear("linear_dynamic", "dynamic", _DYNAMIC, DYNAMIC),
     _linear("linear_weight_only", "weight-only", _WEIGHT_ONLY, {"weight": WEIGHT}),
     _linear("linear_weight_only_groups", "weight-only", _WEIGHT_ONLY, {"weight": GROUPS}),
-    *(_binary(name, after) for after in ((kit.RELU,), ()) for name in ("add", "mul")),
-    kit.unary_rule(
-        "max_pool2d",
-        kit.one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
-        accepts=STATIC,
-        guard=(kit.rank("self", 4),),
-        shares=True,
-        kernels=_kernels(MOVED),
-    ),
-    _rescaled(
-        "avg_pool2d",
-        "AveragePool",
-        kit.one(aten.avg_pool2d.default, [2, 2]),
-        guard=(kit.rank("self", 4), guards.plain_average),
-    ),
-    _rescaled(
-        "adaptive_avg_pool2d",
-        "GlobalAveragePool",
-        kit.one(aten.adaptive_avg_pool2d.default, [1, 1]),
-        guard=(kit.rank("self", 4), guards.to_one_pixel),
-    ),
-    _rescaled(
-        "mean",
-        "GlobalAveragePool",
-        *(kit.one(aten.mean.dim, [2, 3], True), kit.one(aten.mean.dim, [2, 3])),
-        guard=(kit.rank("self", 4), kit.over_dimensions, guards.over_image),
-        emit=mean_over_image,
-    ),
-    _rescaled("leaky_relu", "LeakyRelu", *_in_place("leaky_relu")),
-    _rescaled("sigmoid", "Sigmoid", *_in_place("sigmoid")),
-    *_moves(),
 )
 
 _OPERATORS: Final[dict[str, tuple[Any, ...]]] = {
     "ONNX Runtime has no int8 kernel for it on processors": (
-        *(aten.conv_transpose1d.default, aten.conv_transpose2d.input),
-        *(aten.conv_transpose3d.input, aten.layer_norm.default, aten.group_norm.default),
+        *(aten.layer_norm.default, aten.group_norm.default),
         *(aten.gelu.default, aten.silu.default, aten.hardswish.default, aten.tanh.default),
         *(aten.sub.Tensor, aten.div.Tensor),
     ),

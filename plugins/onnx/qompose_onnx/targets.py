@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
+import torch
 from qompose.backend import CallSignature, Finished, Target, claim_of, operator_of
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from qompose_onnx.export import export
+from qompose_onnx import tensorrt
+from qompose_onnx.configs import TENSORRT
+from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
     COMPRESSED,
     CONVERSIONS,
     FUSED,
     MOVED,
     PRODUCTS,
+    SIXTEEN_BITS,
     SUBGRAPH,
     Executed,
     in_onnx_runtime,
@@ -38,23 +44,31 @@ from qompose_onnx.runtimes import (
     missing,
 )
 
-Claims = Mapping[int, list[Node]]
-"""By claim, its nodes in the exported program."""
+Claims: TypeAlias = "Mapping[int, list[Node]]"
+"""By claim, its nodes in the exported program; none where the exporter left an operator out."""
 
 
-def _program(
-    module: GraphModule, signature: CallSignature, runtime: str
-) -> tuple[ONNXProgram, ExportedProgram]:
+@dataclass(frozen=True)
+class _Made:
+    """A program, what it was exported from, and the claims in it."""
+
+    program: ONNXProgram
+    exported: ExportedProgram
+    claims: Claims
+
+
+def _program(module: GraphModule, signature: CallSignature, runtime: str) -> _Made:
     model, exported = export(module, signature)
     inputs = [value.name or "" for value in model.graph.inputs]
     outputs = [value.name or "" for value in model.graph.outputs]
     model.metadata_props[INTERFACE] = interface_of(exported, inputs, outputs).dumps()
-    return ONNXProgram(model, runtime), exported
+    claims = {**dict.fromkeys(_claims(module), []), **_claims(exported.graph_module)}
+    return _Made(ONNXProgram(model, runtime), exported, claims)
 
 
-def _claims(exported: ExportedProgram) -> Claims:
+def _claims(module: torch.nn.Module) -> Claims:
     found: dict[int, list[Node]] = {}
-    for part in exported.graph_module.modules():
+    for part in module.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
             claim = claim_of(node)
             if claim is not None and node.op == "call_function":
@@ -64,46 +78,64 @@ def _claims(exported: ExportedProgram) -> Claims:
 
 def _finish_onnx(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file; where ONNX Runtime is installed, say what it fuses."""
-    program, exported = _program(module, signature, "")
+    made = _program(module, signature, "")
     if missing(ONNXRUNTIME) is None:
-        return _in_onnx_runtime(program, exported)
+        return _in_onnx_runtime(made)
     reason = f"the runtime that reads the file decides; {missing(ONNXRUNTIME)} to see what it fuses"
-    return Finished(program, fallbacks=dict.fromkeys(_claims(exported), reason))
+    return Finished(made.program, fallbacks=dict.fromkeys(made.claims, reason))
 
 
 def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file, load it, and say what ONNX Runtime executes."""
-    return _in_onnx_runtime(*_program(module, signature, ONNXRUNTIME))
+    return _in_onnx_runtime(_program(module, signature, ONNXRUNTIME))
 
 
-def _in_onnx_runtime(program: ONNXProgram, exported: ExportedProgram) -> Finished:
+def _in_onnx_runtime(made: _Made) -> Finished:
+    program = made.program
     with program.written() as path, tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         program.use(OnnxRuntimeSession(path, optimized))
         found = in_onnx_runtime(optimized, origins_of(program.model))
-    return _finished(program, exported, found, "ONNX Runtime")
+    return _finished(made, found, "ONNX Runtime")
+
+
+def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, and check it against what TensorRT documents; it runs in whichever runtime is installed.
+
+    Raises:
+        ONNXTargetError: TensorRT would refuse the file.
+    """
+    made = _program(module, signature, "")
+    origins = origins_of(made.program.model)
+    for node, reason in tensorrt.faults(made.program.model):
+        name = origins.get(node.name or "", node.name)
+        raise ONNXTargetError(
+            f"{name}: {reason}, so TensorRT would refuse the file. {tensorrt.REMEDY}"
+        )
+    note = "the file keeps TensorRT's documented rules for Q/DQ; TensorRT has not read it"
+    return Finished(made.program, dict.fromkeys(made.claims, tensorrt.KERNEL), notes=(note,))
 
 
 def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file, load it, and say what OpenVINO executes."""
-    program, exported = _program(module, signature, OPENVINO)
-    with program.written() as path:
+    made = _program(module, signature, OPENVINO)
+    with made.program.written() as path:
         session = OpenVinoSession(path)
-    program.use(session)
-    found = in_openvino(session.compiled, origins_of(program.model))
-    return _finished(program, exported, found, "OpenVINO", OPENVINO_INT8)
+    made.program.use(session)
+    found = in_openvino(session.compiled, origins_of(made.program.model))
+    return _finished(made, found, "OpenVINO", OPENVINO_INT8)
 
 
-def _finished(
-    program: ONNXProgram, exported: ExportedProgram, found: Executed, runtime: str, kernel: str = ""
-) -> Finished:
+def _finished(made: _Made, found: Executed, runtime: str, kernel: str = "") -> Finished:
     """Report what a runtime executes; `kernel` is its name for all that reads integers, "": their own."""
     kernels, fallbacks = {}, {}
-    for claim, nodes in _claims(exported).items():
+    for claim, nodes in made.claims.items():
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]
         own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
         fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
-        if not own and any(map(_multiplies, nodes)):
+        if runtime == "ONNX Runtime" and any(map(_reads_sixteen_bits, nodes)):
+            kernels[claim] = SIXTEEN_BITS
+        elif not own and any(map(_multiplies, nodes)):
             fallbacks[claim] = f"{runtime} does not report how it runs this operator"
         elif fused is not None:
             kernels[claim] = fused if fused in _IN_FLOAT else kernel or fused
@@ -112,7 +144,8 @@ def _finished(
             fallbacks[claim] = f"{runtime} computes {operators} in float"
     operators = ", ".join(f"{count} {name}" for name, count in sorted(found.counts.items()))
     note = f"{runtime} executes {operators}"
-    return Finished(program, kernels, fallbacks, _remarks(exported, found, runtime), (note,))
+    remarks = _remarks(made.exported, found, runtime)
+    return Finished(made.program, kernels, fallbacks, remarks, (note,))
 
 
 _IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
@@ -142,6 +175,11 @@ def _reads_integers(node: Node) -> bool:
     return isinstance(first, Node) and "dequantize" in str(first.target)
 
 
+def _reads_sixteen_bits(node: Node) -> bool:
+    """Tell whether the first input of an operator is dequantized of 16 bits."""
+    return _reads_integers(node) and not {*node.all_input_nodes[0].args}.isdisjoint(SIXTEEN)
+
+
 def _remarks(exported: ExportedProgram, found: Executed, runtime: str) -> dict[str, str]:
     """Return what operators that nobody claimed are executed as."""
     remarks: dict[str, list[str]] = {}
@@ -155,5 +193,6 @@ def _remarks(exported: ExportedProgram, found: Executed, runtime: str) -> dict[s
 TARGETS: Final = (
     Target("onnx", _finish_onnx, reads_qdq=True),
     Target("onnxruntime", _finish_onnx_runtime, lambda: missing(ONNXRUNTIME), reads_qdq=True),
+    Target(TENSORRT, _finish_tensorrt, reads_qdq=True),
     Target("openvino", _finish_openvino, lambda: missing(OPENVINO), reads_qdq=True),
 )
