@@ -23,7 +23,8 @@ FLOAT = "float"
 SIMULATED, LOWERED = "simulated", "lowered"
 ISA = "vnni"
 """The processor that Q/DQ models for x86 are for, whatever this one is: others' weights have eight bits."""
-X86, XNNPACK, EMBEDDING = "x86_inductor", "xnnpack", "embedding"
+X86, XNNPACK, EMBEDDING, ONNX = "x86_inductor", "xnnpack", "embedding", "onnx"
+ONNXRUNTIME, OPENVINO = "onnxruntime", "openvino"
 Batches = list[Inputs]
 
 
@@ -55,7 +56,10 @@ def _float(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> 
 
 
 def _ours(
-    members: Sequence[str], words: dict[str, Any], like: Callable[..., Any] | None = None
+    members: Sequence[str],
+    words: dict[str, Any],
+    like: Callable[..., Any] | None = None,
+    target: str = "torch",
 ) -> Engine:
     """Backends in order of priority; the words go to the one that has them.
 
@@ -79,7 +83,7 @@ def _ours(
         with stage("convert"):
             converted = qompose.convert_pt2e(prepared)
         with stage("lower"):
-            kernels = qompose.lower(converted)
+            kernels = qompose.lower(converted, target)
         return Made(kernels if lowered else converted, _facts(qompose.report(kernels)))
 
     return Engine(make, tables=EMBEDDING in members)
@@ -121,6 +125,11 @@ def _configured(name: str, words: dict[str, Any]) -> qompose.Quantizer:
         words = {key: value for key, value in words.items() if key != "isa"}
         config = xnnpack.get_symmetric_quantization_config(is_per_channel=True, **words)
         return xnnpack.XNNPACKQuantizer().set_global(config)
+    if name == ONNX:
+        import qompose_onnx as onnx
+
+        words = {key: value for key, value in words.items() if key != "isa"}
+        return onnx.ONNXQuantizer().set_global(onnx.get_onnx_quantization_config(**words))
     return quantizer_of(name)
 
 
@@ -244,6 +253,7 @@ ENGINES: dict[str, Engine] = {
     "nncf": Engine(_nncf, judged=(SIMULATED,)),
     "openvino": Engine(_openvino, judged=(LOWERED,)),
     "onnxruntime": Engine(_onnxruntime),
+    **{f"onnx in {name}": _ours((ONNX,), {}, target=name) for name in (ONNXRUNTIME, OPENVINO)},
     **{
         f"weights {name}": _ours((X86,), {"weight_only": True, **w}) for name, w in _WEIGHTS.items()
     },

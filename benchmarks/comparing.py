@@ -85,12 +85,12 @@ class Comparison:
         }
         console = Console(width=200, highlight=False, markup=False)
         console.print(self.table(rows))
-        for line in (*self.notes(rows), json.dumps(settings)):
+        for line in (*self.notes(rows), json.dumps(settings, default=str)):
             console.print(f"\n{line}", soft_wrap=True)
         if options.json:
             data = [row.to_dict(rows, self.compared) for row in rows]
             options.json.write_text(
-                json.dumps({"settings": settings, "rows": data}, indent=1) + "\n"
+                json.dumps({"settings": settings, "rows": data}, indent=1, default=str) + "\n"
             )
 
     def table(self, rows: Sequence[Row]) -> Table:

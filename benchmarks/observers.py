@@ -8,6 +8,7 @@ sentences, a pretrained encoder. One calibration serves every word whose statist
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -121,7 +122,7 @@ def sqnr(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
     pairs = [(e.double(), f.double()) for e, f in zip(expected, found, strict=True)]
     noise = sum(float((e - f).square().sum()) for e, f in pairs)
     signal = sum(float(e.square().sum()) for e, _ in pairs)
-    return float(10 * torch.log10(torch.tensor(signal / noise)))
+    return float(10 * torch.log10(torch.tensor(signal / noise))) if noise else math.inf
 
 
 def digits(options: argparse.Namespace) -> Task:

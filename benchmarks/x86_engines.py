@@ -85,13 +85,27 @@ def onnx_session(work: Workload, optimized: bool = True) -> tuple[Any, list[str]
         optimized: run integer kernels, whose sums saturate without VNNI; else floats between Q and DQ.
     """
     import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "q.onnx"
+        onnx_file(work, file)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        providers = ["CPUExecutionProvider"]
+        session = onnxruntime.InferenceSession(str(file), options, providers=providers)
+    return session, [i.name for i in session.get_inputs()]
+
+
+def onnx_file(work: Workload, path: Path) -> None:
+    """Write the model that onnxruntime's static quantizer gives."""
+    import onnxruntime
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     with tempfile.TemporaryDirectory() as folder:
-        float_file, ready, file = (
-            str(Path(folder) / name) for name in ("f.onnx", "p.onnx", "q.onnx")
-        )
+        float_file, ready = (str(Path(folder) / name) for name in ("f.onnx", "p.onnx"))
         torch.onnx.export(
             work.module, work.inputs, float_file, dynamo=True, external_data=False, verbose=False
         )
@@ -100,19 +114,13 @@ def onnx_session(work: Workload, optimized: bool = True) -> tuple[Any, list[str]
         feeds = [named(names, inputs) for inputs in work.calibration]
         quantize_static(
             ready,
-            file,
+            str(path),
             _Reader(feeds),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        if not optimized:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return session, names
 
 
 def _onnxruntime(work: Workload) -> Call:
@@ -138,6 +146,16 @@ def named(names: list[str], inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
 
 def openvino_request(work: Workload, transformer: bool) -> Any:
     """A request to the model that NNCF gives for OpenVINO."""
+    import openvino
+
+    threads = torch.get_num_threads()
+    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # fmt: skip  # noqa: E501
+    quantized = openvino_model(work, transformer)
+    return openvino.Core().compile_model(quantized, "CPU", hints).create_infer_request()
+
+
+def openvino_model(work: Workload, transformer: bool) -> Any:
+    """The model that NNCF gives for OpenVINO."""
     import nncf
     import openvino
 
@@ -145,15 +163,12 @@ def openvino_request(work: Workload, transformer: bool) -> Any:
     model = openvino.convert_model(work.module, example_input=work.inputs, input=shapes)
     batches = [tuple(tensor.numpy() for tensor in inputs) for inputs in work.calibration]
     data = nncf.Dataset([b[0] if len(b) == 1 else b for b in batches])
-    quantized = nncf.quantize(
+    return nncf.quantize(
         model,
         data,
         subset_size=len(batches),
         **({"model_type": nncf.ModelType.TRANSFORMER} if transformer else {}),
     )
-    threads = torch.get_num_threads()
-    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # fmt: skip  # noqa: E501
-    return openvino.Core().compile_model(quantized, "CPU", hints).create_infer_request()
 
 
 def _openvino(work: Workload) -> Call:

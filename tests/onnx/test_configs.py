@@ -20,6 +20,9 @@ from tests.onnx.models import sqnr
     "options",
     [
         {"activation": "uint4"},
+        {"activation": "uint16", "is_dynamic": True},
+        {"activation": "uint16", "tensorrt": True},
+        {"tensorrt": True, "weight_only": True},
         {"symmetric_activations": 1},
         {"activation": "int8", "is_dynamic": True},
         {"activation": "int8", "weight_only": True},
@@ -37,10 +40,10 @@ def test_options_that_no_runtime_has_are_refused(options: dict[str, Any]) -> Non
 
 def test_names_tell_the_choices() -> None:
     assert config().name == "static"
-    assert config(bits=7).name == "static 7-bit weights"
-    assert config("int8", symmetric_activations=True).name == "static int8, symmetric"
-    grouped = config(weight_only=True, group_size=32)
-    assert grouped.name == "weight-only 4-bit weights groups of 32"
+    assert config(bits=7).name == "static int7"
+    symmetric = config("int8", symmetric_activations=True)
+    assert symmetric.name == "static, int8 symmetric activations"
+    assert config(weight_only=True, group_size=32).name == "weight-only int4 groups of 32"
 
 
 def test_symmetric_activations_have_a_symmetric_scheme() -> None:

@@ -44,12 +44,12 @@ def get_onnx_quantization_config(
     weights have seven bits: `bits=7`.
 
     Args:
-        activation: "uint8", the default, or "int8". ONNX Runtime on x86 processors computes with uint8, into which it turns
-            int8 where it can; ONNX Runtime on Arm wants int8. "uint16" and "int16" are for accelerators: ONNX
-            Runtime computes in float between such integers.
+        activation: "uint8", the default, or "int8". ONNX Runtime on x86 processors computes with uint8, into
+            which it turns int8; on Arm it wants int8. "uint16" and "int16" are for accelerators: on CPUs
+            ONNX Runtime computes in float between such integers.
         symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
-        tensorrt: what TensorRT reads: static int8 with zero points of 0, biases in float. Lower for the target
-            "tensorrt". Files have been checked against TensorRT's documented rules, and never run by it.
+        tensorrt: what TensorRT reads: static int8 with zero points of 0, biases in float. Lower for the
+            target "tensorrt", which checks files against TensorRT's documented rules; it has never run one.
         options: those of `qompose.backend.kit.ConfigOptions`. Dynamic activations are uint8, and groups are
             for weights alone.
 
@@ -79,7 +79,7 @@ def get_onnx_quantization_config(
 
 
 def _named(config: QuantizationConfig, activation: str, *, symmetric: bool) -> QuantizationConfig:
-    """Return a configuration whose name tells its activations, with zero points of symmetric ranges or not."""
+    """Return a configuration whose name tells its activations, with symmetric ranges or not."""
     spec: Any = config.input_activation
     words = [
         *([activation] if activation != "uint8" else []),

@@ -62,7 +62,7 @@ def _program(module: GraphModule, signature: CallSignature, runtime: str) -> _Ma
     inputs = [value.name or "" for value in model.graph.inputs]
     outputs = [value.name or "" for value in model.graph.outputs]
     model.metadata_props[INTERFACE] = interface_of(exported, inputs, outputs).dumps()
-    claims = {**dict.fromkeys(_claims(module), []), **_claims(exported.graph_module)}
+    claims = {**{claim: [] for claim in _claims(module)}, **_claims(exported.graph_module)}
     return _Made(ONNXProgram(model, runtime), exported, claims)
 
 

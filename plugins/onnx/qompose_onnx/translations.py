@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's exporter is to put for the quantize and dequantize operators, and for the products of linears.
+"""What torch's exporter is to put for quantize and dequantize operators, linears, and plain attention.
 
 Zero points are always written out: ONNX Runtime fuses QGemm with them alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset20 as op, opset21
+from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 
 aten = torch.ops.aten
 quantized = torch.ops.quantized_decomposed
@@ -183,6 +185,28 @@ def _chosen(node: ir.Node | None) -> bool:
     return _reads(node.inputs[1].producer(), "DynamicQuantizeLinear")
 
 
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Put attention without a mask as the two products and the softmax that OpenVINO makes one kernel of.
+
+    torch's exporter scales both inputs, and guards rows that are masked as a whole against NaN. It does the
+    same for all else here.
+    """
+    if attn_mask is not None or is_causal or enable_gqa or dropout_p or query.shape is None:
+        return aten_scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    last = len(query.shape) - 1
+    order = [*range(last - 1), last, last - 1]
+    width = query.shape[last]
+    factor = scale if scale is not None else 1 / math.sqrt(int(width))
+    logits = op.MatMul(query, op.Transpose(key, perm=order))
+    scaled = op.Mul(logits, _constant(factor, query.dtype))
+    return op.MatMul(op.Softmax(scaled, axis=-1), value)
+
+
 TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     quantized.quantize_per_tensor.default: quantize_per_tensor,
     quantized.dequantize_per_tensor.default: dequantize_per_tensor,
@@ -193,5 +217,6 @@ TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     quantized.quantize_per_tensor.tensor: quantize_at_run_time,
     quantized.dequantize_per_tensor.tensor: dequantize_at_run_time,
     aten.linear.default: linear,
+    aten.scaled_dot_product_attention.default: attention,
 }
 """By operator, for the table of translations of `torch.onnx.export`."""

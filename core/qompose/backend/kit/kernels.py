@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.fx import Node
 
+from qompose.backend.integer_reference import CLAMPS, bounds_of
 from qompose.backend.kernel import Kernel, NotLowerable, QuantizedTensor, Region
 from qompose.backend.kit.guards import sizes
 
@@ -18,17 +19,6 @@ aten = torch.ops.aten
 
 Rounding: TypeAlias = "Callable[[float, float, int], int]"
 """Returns the integer that stands for a value, of a scale and a zero point."""
-
-# operator -> the bounds that it keeps values in: numbers, or names of its schema arguments
-_BOUNDS: dict[str, tuple[float | str, float | str]] = {
-    "relu": (0.0, math.inf),
-    "relu6": (0.0, 6.0),
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-    "clip": ("min", "max"),
-    "clamp_min": ("min", math.inf),
-    "clamp_max": (-math.inf, "max"),
-}
 
 _FAR = 2.0**62
 """Steps beyond those of any integers."""
@@ -43,15 +33,11 @@ def float_bounds(region: Region, name: str = "output") -> tuple[float, float]:
     Raises:
         NotLowerable: the operator is none of those, or a bound is computed.
     """
-    target = str(region.node(name).target).removeprefix("aten.")
-    found = _BOUNDS.get(target.partition(".")[0].rstrip("_"))
-    if found is None:
-        raise NotLowerable(f"{target} has no bounds")
-    given = [region.argument(name, b) if isinstance(b, str) else b for b in found]
-    if not all(bound is None or isinstance(bound, (int, float)) for bound in given):
-        raise NotLowerable(f"a bound of {target} is computed")
-    low, high = given
-    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    node = region.node(name)
+    if node.target not in CLAMPS:
+        raise NotLowerable(f"{node.target} has no bounds")
+    low, high = bounds_of(node)
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def nearest_integer(value: float, scale: float, zero_point: int) -> int:
