@@ -31,8 +31,9 @@ WIDER = "static_per-tensor-executorch"
 """Products of a scale per channel are lowered each time; those of one scale differ in their constants."""
 TWINS = ("static_per-tensor", "static,_activations_[0,_127]")
 """Configurations that differ from the default one in numbers alone: what claims and lowers them counts."""
-OF_ONNX = ("static int8, symmetric", "weight-only 4-bit weights groups of 32")
-"""Configurations of the ONNX backend whose code differs from that of the first of their mode."""
+OF_ONNX = ("static, int8 symmetric activations", "weight-only int4 groups of 32")
+"""Configurations of the ONNX backend whose code differs from that of the first of their mode. What is for
+accelerators, which nothing here runs, `tests/onnx` has in a program together."""
 RUNTIMES = ("executorch", "onnx", "onnxruntime", "openvino")
 ON_RUNTIMES = tuple(f"-{runtime}]" for runtime in RUNTIMES)
 TWINS_SHOW = ("test_annotates", "test_lowers", "test_matches_reference")

@@ -51,16 +51,26 @@ def test_symmetric_activations_have_a_symmetric_scheme() -> None:
     assert spec.qscheme is torch.per_tensor_symmetric and spec.dtype is torch.int8
 
 
-@pytest.mark.parametrize(("bits", "wanted"), [(None, "vnni"), (7, "any")])
-def test_a_model_asks_for_vnni_unless_weights_have_seven_bits(bits: Any, wanted: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (config(), {"isa": "vnni"}),
+        (config(bits=7), {"isa": "any"}),
+        (config(tensorrt=True), {}),
+        (config("uint16"), {}),
+    ],
+    ids=["eight bits", "seven bits", "tensorrt", "16 bits"],
+)
+def test_a_model_for_processors_asks_for_vnni_unless_weights_have_seven_bits(
+    settings: qompose.QuantizationConfig, wanted: dict[str, str]
+) -> None:
     x = torch.randn(4, 8)
-    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=bits))
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(settings)
     program = torch.export.export(nn.Linear(8, 8), (x,))
     prepared = qompose.prepare_pt2e(program, quantizer)
     prepared(x)
     converted = qompose.convert_pt2e(prepared)
-    requirements = converted.meta["qompose"].requirements["onnx"]
-    assert requirements == {"isa": wanted}
+    assert converted.meta["qompose"].requirements.get("onnx", {}) == wanted
 
 
 def test_a_processor_whose_sums_saturate_is_refused_with_the_remedy(

@@ -10,21 +10,25 @@ from typing import Any, Final
 import numpy as np
 from qompose.backend import RuleUse
 
-from qompose_onnx.configs import NARROW
+from qompose_onnx.configs import NARROW, TENSORRT
 from qompose_onnx.runtimes import ONNXRUNTIME, missing
 
 ISA: Final = "isa"
 EXACT: Final = "vnni"
 ANY: Final = "any"
+ELSEWHERE: Final = (f"_{TENSORRT}", "_16_bits")
+"""The ends of the names of rules for accelerators."""
 
 
 def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
     """Return what `Backend.requirements` does: {"isa": "vnni"} or {"isa": "any"}, nothing without products.
 
-    Weight-only products are computed in float, so they require nothing.
+    Weight-only products are computed in float, and others are not for processors: they require nothing.
     """
     weights: list[Any] = [
-        use.specs["weight"] for use in uses if use.mode != "weight-only" and "weight" in use.specs
+        use.specs["weight"]
+        for use in uses
+        if use.mode != "weight-only" and "weight" in use.specs and not use.rule.endswith(ELSEWHERE)
     ]
     if not weights:
         return {}

@@ -177,7 +177,8 @@ _STATIC: Final[tuple[Rule, ...]] = (
 def _like(rule: Rule, name: str, constraint: TensorConstraint, **fields: Any) -> Rule:
     """Return a rule for other activations, of which ONNX Runtime's report is not asked."""
     accepts = {**rule.accepts, "activation": constraint, "output": constraint}
-    return replace(rule, name=f"{rule.name}_{name}", accepts=accepts, **fields)
+    told = {"name": f"{rule.name}_{name}", "drawing": rule.drawing or rule.name}
+    return replace(rule, accepts=accepts, **told, **fields)
 
 
 _TENSORRT: Final = tuple(
