@@ -112,6 +112,18 @@ BENCHMARKS = (
         (*_SHORT, "--models", "mlp-1"),
     ),
     Benchmark(
+        "onnx_inference",
+        "How fast are ONNX files in ONNX Runtime and OpenVINO, beside those of others?",
+        _ON_X86,
+        (*_SHORT, "--models", "mlp-1"),
+    ),
+    Benchmark(
+        "onnx_accuracy",
+        "Are ONNX files as accurate as the converted models, and what does ONNX Runtime fuse?",
+        _ON_X86,
+        ("--models", "lenet"),
+    ),
+    Benchmark(
         "xnnpack_runtime",
         "How fast, small and accurate are programs for ExecuTorch's XNNPACK?",
         (*_ENGINES, "transformers"),
