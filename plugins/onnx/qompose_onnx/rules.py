@@ -149,7 +149,7 @@ def _pools() -> Iterator[Rule]:
 def _functions() -> Iterator[Rule]:
     """Yield functions with integers on both sides."""
     for step, operator in ((kit.LEAKY_RELU, "LeakyRelu"), (kit.SIGMOID, "Sigmoid")):
-        patterns = [kit.one(target) for _, target in step.forms]
+        patterns = [kit.one(form[1]) for form in step.forms if form is not None]
         kernels = _kernels(f"QLinear{operator}")
         yield kit.unary_rule(step.name, *patterns, accepts=STATIC, kernels=kernels)
 
@@ -177,7 +177,7 @@ _STATIC: Final[tuple[Rule, ...]] = (
 def _like(rule: Rule, name: str, constraint: TensorConstraint, **fields: Any) -> Rule:
     """Return a rule for other activations, of which ONNX Runtime's report is not asked."""
     accepts = {**rule.accepts, "activation": constraint, "output": constraint}
-    told = {"name": f"{rule.name}_{name}", "drawing": rule.drawing or rule.name}
+    told: dict[str, Any] = {"name": f"{rule.name}_{name}", "drawing": rule.drawing or rule.name}
     return replace(rule, accepts=accepts, **told, **fields)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from operator import attrgetter
+from typing import Any
 
 import torch
 from qompose.backend import NotLowerable, Region, kit
@@ -106,7 +107,8 @@ def plain_weight(value: Tensor, geometry: kit.Geometry, taps: list[int]) -> Tens
     spread = value.new_zeros(groups, across, out, *lengths)
     ends = zip(geometry.dilation, value.shape[2:], strict=True)
     places = tuple(slice(0, gap * (size - 1) + 1, gap) for gap, size in ends)
-    spread[(..., *places)] = value.reshape(groups, across, out, *value.shape[2:])
+    everywhere: Any = (..., *places)
+    spread[everywhere] = value.reshape(groups, across, out, *value.shape[2:])
     split = [n for pair in zip(taps, geometry.stride, strict=True) for n in pair]
     tap_dims, phase_dims = range(3, 3 + 2 * dims, 2), range(4, 4 + 2 * dims, 2)
     found = spread.reshape(groups, across, out, *split).flip([*tap_dims])
