@@ -134,7 +134,7 @@ def table(
 ) -> Iterator[str]:
     """The lines of a task's table, in Markdown, as they are measured; every cell goes to `cells` too."""
     columns = bench.columns()
-    titles = ["engine", "batches", *columns, "calibrate, s", "convert, s", "int8"]
+    titles = ["engine", "batches", *columns, "prepare + calibrate, s", "convert, s", "int8"]
     yield f"| {' | '.join(titles)} |"
     yield "|---|" + "---:|" * (len(titles) - 1)
     first = len(cells)

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:  # else where it is used: messages of the command line need none of rich
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.progress import Progress
+    from rich.table import Table as RichTable
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. A row of one cell is a heading over the rows behind it. Columns of numbers align right."""
+    """A table. A row of one cell is a heading over the rows that follow. Columns of numbers align right.
+
+    `styles` are colours of headings, by their text, where a rich console prints the table.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
+    styles: Mapping[str, str] = field(default_factory=dict)
 
     def is_numeric(self, column: int) -> bool:
         """Return whether every cell of a column is a number."""
@@ -36,6 +39,16 @@ class Table:
 
 Block: TypeAlias = str | Table
 """A piece of what is printed: a line of text, or a table."""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 kernel`, `2 kernels`."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def printable(text: str) -> str:
+    """Return text with control characters written out: names of plugins may hold escape sequences."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def as_decibels(ratio: float | None) -> str:
@@ -48,50 +61,108 @@ def as_decibels(ratio: float | None) -> str:
 class Printable:
     """What consists of blocks: printed as text, as Markdown, and by a rich console."""
 
-    _columns: ClassVar[int] = 120
+    _columns: ClassVar[int] = 80
 
     def _blocks(self) -> Sequence[Block]:
         raise NotImplementedError
 
-    def to_text(self, width: int | None = None) -> str:
-        """Return it as text of at most `width` columns, or as `print` shows it; nothing is cut off."""
-        return as_text(self._blocks(), width or self._columns)
+    def to_text(self, width: int | None = None, *, colors: bool = False) -> str:
+        """Return it as text of at most `width` columns, or as `print` shows it; nothing is cut off.
+
+        Args:
+            colors: with the escape sequences that terminals show as colours, unless `NO_COLOR` is set.
+        """
+        return as_text(self._blocks(), width or self._columns, colors=colors)
 
     def to_markdown(self) -> str:
         """Return it as Markdown."""
         return as_markdown(self._blocks()).rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
+        yield from as_rich(self._blocks(), options.max_width)
 
     def __str__(self) -> str:
         return self.to_text()
 
 
-def as_rich(blocks: Sequence[Block]) -> Iterator[Any]:
-    """Yield what a rich console prints. Square brackets are text, not markup."""
+def as_rich(blocks: Sequence[Block], width: int) -> Iterator[Any]:
+    """Yield what a rich console of so many columns prints. Square brackets are text, not markup."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     for block in blocks:
-        yield Text(block) if isinstance(block, str) else _rich_table(block)
+        if isinstance(block, Table):
+            yield _rich_table(block, width)
+        elif block.startswith("- "):
+            item = RichTable.grid(padding=(0, 1))
+            item.add_column()
+            item.add_column(overflow="fold")
+            item.add_row("-", Text(printable(block[2:])))
+            yield item
+        else:
+            yield Text(printable(block))
 
 
-def _rich_table(table: Table) -> RichTable:
+def _rich_table(table: Table, columns: int) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     result = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    widths = _widths(table, columns - 2 * len(table.header))
     for column, title in enumerate(table.header):
         numeric = table.is_numeric(column)
         result.add_column(
-            title, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+            title,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=numeric,
+            width=widths[column],
         )
     for row in table.rows:
-        cells = [Text(_cell(cell)) for cell in row]
-        result.add_row(*cells, style="bold" if len(row) == 1 else "")
+        cells = [Text(printable(_cell(cell))) for cell in row]
+        style = f"bold {table.styles.get(str(row[0]), '')}".strip() if len(row) == 1 else ""
+        result.add_row(*cells, style=style)
     return result
 
 
-def as_text(blocks: Sequence[Block], width: int) -> str:
-    """Return blocks as plain text of at most `width` columns, without spaces at the ends of lines."""
+def _widths(table: Table, columns: int) -> list[int | None]:
+    """Return widths of columns in which no word is broken, or None for each where that is not possible."""
+    from rich.cells import cell_len
+
+    longest, shortest = [], []
+    for column, title in enumerate(table.header):
+        cells = [_cell(row[column]) for row in table.rows if len(row) > 1]
+        wraps = not table.is_numeric(column)
+        headings = [_cell(row[0]) for row in table.rows if len(row) == 1 and not column]
+        longest.append(max(map(cell_len, (title, *cells, *headings)), default=0))
+        words = (word for cell in (title, *cells) for word in (cell.split() if wraps else [cell]))
+        shortest.append(max(map(cell_len, words), default=0))
+    free = columns - sum(shortest)
+    wanted = [long - short for long, short in zip(longest, shortest, strict=True)]
+    if free < 0 or sum(wanted) <= free:
+        return [None] * len(longest)
+    result: list[int | None] = [*shortest]
+    narrowest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for left, column in zip(range(len(wanted), 0, -1), narrowest_first, strict=True):
+        share = min(wanted[column], free // left)
+        result[column] = shortest[column] + share
+        free -= share
+    return result
+
+
+def as_text(blocks: Sequence[Block], width: int, *, colors: bool = False) -> str:
+    """Return blocks as text of at most `width` columns, without spaces at the ends of lines."""
+    from rich.console import Console
+
     file = StringIO()
-    console = Console(file=file, width=width, color_system=None, force_terminal=False)
-    for part in as_rich(blocks):
+    console = Console(
+        file=file,
+        width=width,
+        color_system="standard" if colors else None,
+        force_terminal=colors,
+    )
+    for part in as_rich(blocks, width):
         console.print(part, markup=False, highlight=False, overflow="fold")
     return _joined([line.rstrip() for line in file.getvalue().splitlines()])
 
@@ -122,7 +193,7 @@ def _markdown(block: Block) -> Iterator[str]:
 
 
 def _escaped(cell: object) -> str:
-    return _in_a_line(_cell(cell).replace("\\", "\\\\").replace("|", "\\|"))
+    return _in_a_line(_cell(cell).strip().replace("\\", "\\\\").replace("|", "\\|"))
 
 
 def _in_a_line(text: str) -> str:
@@ -141,6 +212,15 @@ def on_terminal(progress: bool | None) -> bool:
 
 def progress_bar(shown: bool) -> Progress:
     """Return a bar that counts and says how long it will take; hidden, it does nothing."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -195,7 +195,9 @@ def _export(
     args, keywords = _example_call(model, example_inputs, kwargs)
     training = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # torch's recurrent modules list their own parameters anew, of which it warns and which is fine.
+            warnings.filterwarnings("ignore", "The tensor attribute.*_flat_weights", UserWarning)
             return torch.export.export(model.eval(), args, keywords, dynamic_shapes=dynamic_shapes)
     finally:
         for module, mode in training.items():

@@ -92,6 +92,13 @@ def test_without_inputs_the_example_inputs_are_those_of_export() -> None:
     assert [row.name for row in result.benchmark().rows] == ["float", "lowered"]
 
 
+def test_torch_does_not_warn_of_its_own_recurrent_modules() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        qompose.quantize(nn.LSTM(3, 4).eval(), randn(5, 2, 3), backends=toy(LINEAR))
+    assert [str(each.message) for each in seen if "_flat_weights" in str(each.message)] == []
+
+
 def test_a_program_without_example_inputs_needs_some() -> None:
     result = quantized(nn.Linear(3, 4), X)
     result.exported.example_inputs = None

@@ -26,6 +26,17 @@ def test_text_keeps_to_its_width_and_loses_nothing(width: int) -> None:
     assert LONG in cells or width == 120
 
 
+def test_words_are_whole_where_they_can_be() -> None:
+    long = ("a.name.of.many.parts", "a reason that goes on and on for longer than there is room", 3)
+    lines = as_text([Table(("operator", "reason", "operators"), (long,))], 60).splitlines()
+    assert "a.name.of.many.parts" in lines[-2] and max(map(len, lines)) <= 60
+    assert {*"\n".join(lines).split()} >= {*long[1].split()}
+
+
+def test_control_characters_of_names_are_written_out() -> None:
+    assert "\\x1b[2J" in as_text(["\x1b[2J", Table(("a",), (("\x1b[2J",),))], 80)
+
+
 def test_markdown_escapes_what_would_end_a_cell() -> None:
     lines = as_markdown(["first", TABLE, "last"]).splitlines()
     assert lines[0] == "first"

@@ -12,11 +12,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
-from typing import Any, ClassVar, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
-from qompose.backend.pattern_question import Part, Question, question_of, sequences, what_is_missing
+from qompose.backend.pattern_question import (
+    Part,
+    Question,
+    question_of,
+    sequences,
+    what_is_missing,
+)
 from qompose.backend.rule import Rule, TensorConstraint
-from qompose.console import Block, Printable, Table
+from qompose.console import Block, Printable, Table, counted
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.observers.config import LISTED_SETTINGS, LISTED_SPEC, why_not_trained
 from qompose.program.decompositions import DECOMPOSITIONS
@@ -178,7 +184,6 @@ class Capabilities(Printable, Sequence[Capability]):
     rows: tuple[Capability, ...]
     sources: tuple[RuleTable, ...] = field(default=(), compare=False, repr=False)
     silent: tuple[str, ...] = ()
-    _columns: ClassVar[int] = 110
 
     @overload
     def __getitem__(self, index: int) -> Capability: ...
@@ -208,11 +213,12 @@ class Capabilities(Printable, Sequence[Capability]):
 
         Args:
             facts: fields of `Capability` by name, such as `mode="dynamic"`; `rule=` and `config=` as reports
-                name them; `target="torch"` asks for a kernel there. `supports` then answers for such rows
-                alone.
+                name them; `target="torch"` asks for a kernel there, and `operator=nn.Conv2d` (or a name such
+                as "conv2d") for patterns with that operator. `supports` then answers for such rows alone.
 
         Raises:
-            ConfigError: rows have no such field.
+            ConfigError: rows have no such field, or `operator` is none.
+            SelectorError: `operator` is a module that is more than one operator.
         """
         added = [_condition(name, value) for name, value in facts.items()]
         added += [] if predicate is None else [("the predicate of filter", predicate)]
@@ -351,11 +357,12 @@ class Capabilities(Printable, Sequence[Capability]):
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def _blocks(self) -> list[Block]:
-        """Return the rows as tables: for each backend its configurations, and its patterns."""
+        """Return for each backend its configurations, its patterns by kernel, and conditions of a few."""
         result: list[Block] = []
-        for backend in dict.fromkeys(row.backend for row in self.rows):
-            rows = [row for row in self.rows if row.backend == backend]
-            result += [backend, _configurations(rows), _patterns(rows)]
+        for source in self.sources:
+            rows = [row for row in self.rows if row.backend == source.backend]
+            if rows:
+                result += [_sum_of(rows), _configurations(rows), _patterns(rows), *_remarks(rows)]
         return [*result, *self._about_silent()]
 
 
@@ -426,16 +433,34 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _condition(name: str, value: Any) -> Condition:
-    known = (*(f.name for f in fields(Capability)), "target", "rule")
+    known = (*(f.name for f in fields(Capability)), "target", "rule", "operator")
     if name not in known:
         hint = near_names(name, known)
         raise ConfigError(f"rows have no {name!r}{hint}; they have {', '.join(known)}")
     if name == "target":
         return f"target={value!r}", lambda row: value in row.targets
+    if name == "operator":
+        parts = question_of(value).parts
+        if len(parts) != 1:
+            raise ConfigError(f"operator must be one operator, got {value!r}")
+        return f"operator={value!r}", lambda row: any(
+            parts[0].takes(call) for calls in row.operators for call in calls
+        )
     return f"{name}={value!r}", lambda row: getattr(row, name) == value
 
 
 _LOOKS_AT_EACH = "the rule also looks at each operator: qompose.can_quantize asks about one"
+
+
+def _sum_of(rows: Sequence[Capability]) -> str:
+    rules = counted(len({row.rule for row in rows}), "rule")
+    configs = counted(len({row.config for row in rows}), "configuration")
+    targets = ", ".join(_targets(rows)) or "no target"
+    return f"{rows[0].backend}: {rules} under {configs}, with kernels for {targets}"
+
+
+def _targets(rows: Iterable[Capability]) -> list[str]:
+    return list(dict.fromkeys(target for row in rows for target in row.targets))
 
 
 def _configurations(rows: Sequence[Capability]) -> Table:
@@ -445,13 +470,24 @@ def _configurations(rows: Sequence[Capability]) -> Table:
 
     def role(name: str, rows: list[Capability]) -> str:
         specs = dict.fromkeys(getattr(row, name) for row in rows if getattr(row, name) is not None)
-        return ", ".join(dict.fromkeys(map(describe_spec, specs))) or "float"
+        return ", ".join(dict.fromkeys(map(_brief, specs))) or "float"
 
     cells = tuple(
         (name, found[0].mode, *(role(r, found) for r in ("activation", "weight", "output")))
         for name, found in by_name.items()
     )
     return Table(("configuration", "mode", "activation", "weight", "output"), cells)
+
+
+def _brief(spec: QuantizationSpecBase) -> str:
+    """Return a specification without its bounds and axis: `int4 symmetric per-block (32,)`."""
+    low, high = getattr(spec, "quant_min", None), getattr(spec, "quant_max", None)
+    name = describe_spec(spec).partition(" ")[0]
+    if low is not None and high is not None:
+        name = f"{name.rstrip('0123456789')}{(high - low).bit_length()}"
+    words = [name, "symmetric" * ("symmetric" in str(getattr(spec, "qscheme", "")))]
+    words += [granularity(spec), "dynamic" * bool(getattr(spec, "is_dynamic", False))]
+    return " ".join(filter(None, words))
 
 
 def _in_modes(configs: Iterable[str], modes: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -466,27 +502,51 @@ def _in_modes(configs: Iterable[str], modes: Mapping[str, Iterable[str]]) -> Ite
 
 
 def _patterns(rows: Sequence[Capability]) -> Table:
-    """Return a row for each pattern; the configurations are named where not all of them apply."""
+    """Return a row for each pattern, under its kernels; configurations are named where not all apply."""
     by_pattern: dict[str, list[Capability]] = {}
     for row in rows:
         by_pattern.setdefault(row.pattern, []).append(row)
     modes: dict[str, list[str]] = {}
     for row in rows:
         modes.setdefault(row.mode, []).append(row.config)
-    targets = tuple(dict.fromkeys(target for row in rows for target in row.targets))
+    by_kernels: dict[str, list[tuple[str, str]]] = {}
+    for found in by_pattern.values():
+        configs = dict.fromkeys(row.config for row in found)
+        every = configs.keys() == {row.config for row in rows}
+        named = "all" if every else ", ".join(_in_modes(configs, modes))
+        by_kernels.setdefault(_kernels_of(found[0]), []).append((f"  {_drawn(found[0])}", named))
+    cells = [row for kernels, own in by_kernels.items() for row in ((kernels,), *own)]
+    return Table(("kernels, and their patterns", "configurations"), tuple(cells))
 
-    def cells(found: list[Capability]) -> tuple[str, ...]:
-        configs, kernels = dict.fromkeys(row.config for row in found), dict(found[0].kernels)
-        named = (
-            "all"
-            if configs.keys() == {r.config for r in rows}
-            else ", ".join(_in_modes(configs, modes))
-        )
-        own = (_drawn(found[0]), named)
-        return (*own, *(kernels.get(target, "") for target in targets))
 
-    header = ("pattern", "configurations", *(f"kernel on {target}" for target in targets))
-    return Table(header, tuple(map(cells, by_pattern.values())))
+def _kernels_of(row: Capability) -> str:
+    """Return the kernels of a row with their targets; targets that have the same one are listed together."""
+    by_kernel: dict[str, list[str]] = {}
+    for target, kernel in row.kernels:
+        by_kernel.setdefault(kernel, []).append(target)
+    named = (f"{', '.join(targets)}: {kernel}" for kernel, targets in by_kernel.items())
+    return "; ".join(named) or "no kernel"
+
+
+_FEW, _NAMED = 30, 2
+"""Of so many rules the conditions are listed, and so many are named with one."""
+
+
+def _remarks(rows: Sequence[Capability]) -> list[str]:
+    """Return what the rules ask for, each line once, with the rules or the modes in which it holds."""
+    every = {row.rule for row in rows}
+    if len(every) > _FEW:
+        return []
+    holding: dict[str, list[Capability]] = {}
+    for row in rows:
+        for note in row.notes:
+            holding.setdefault(note, []).append(row)
+    found = []
+    for note, own in holding.items():
+        rules = dict.fromkeys(row.rule for row in own)
+        whose = rules if len(rules) <= _NAMED else dict.fromkeys(row.mode for row in own)
+        found.append(f"- {note}" if rules.keys() == every else f"- {note} ({', '.join(whose)})")
+    return [*found, *([f"- {_LOOKS_AT_EACH}"] if any(row.guarded for row in rows) else [])]
 
 
 def _drawn(row: Capability) -> str:

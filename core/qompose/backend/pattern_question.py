@@ -172,8 +172,20 @@ def _part(item: object) -> Part:
     return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
 
 
+def is_operator(name: str) -> bool:
+    """Tell whether a name is that of an aten operator, or of a module that is exported as one."""
+    return name.removeprefix("nn.") in _OF_MODULES or hasattr(
+        torch.ops.aten, name.removeprefix("aten.").partition(".")[0]
+    )
+
+
 def _by_name(name: str) -> Part:
+    module = name.removeprefix("nn.")
+    if module in _OF_MODULES:
+        return _part(getattr(nn, module))
     base = name.removeprefix("aten.")
+    if base == name and "." in name:
+        return Part(frozenset({name}), name)  # an operator of another library
     return Part(_with_in_place(f"aten.{base}"), name)
 
 
@@ -201,7 +213,7 @@ _MOST = 3
 def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
     """Say why no rule answers a question: which of its operators have rules, and which have none."""
     tables = list(tables)
-    if question.text and len(question.parts) == 1:
+    if question.text and len(question.parts) == 1 and not is_operator(question.text):
         known = sorted({rule.name for _, rules in tables for rule in rules})
         return (
             f"no backend has a rule {question.text!r}{near_names(question.text, known)}; "
@@ -209,8 +221,9 @@ def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rul
         )
     found = {part.label: _rules_with(part, tables) for part in question.parts}
     without = [label for label, rules in found.items() if not rules]
-    reasons = [f"no rule takes {question.label}{' as one' if len(question.parts) > 1 else ''}"]
-    if without:
+    several = len(question.parts) > 1
+    reasons = [f"no rule takes {question.label}{' as one' if several else ''}"]
+    if without and several:
         reasons.append(f"no rule has {' or '.join(without)}")
     inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
     if inside:

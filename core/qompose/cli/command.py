@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from qompose.console import printable
 from qompose.errors import BatchError, CalibrationError, ConfigError, UserError
 from qompose.files import destination
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from qompose.cli.calibration_data import Batch, Inputs
+    from qompose.console import Printable
     from qompose.quantizer.base import Quantizer
     from qompose.reporting.report_data import Report
 
@@ -55,12 +57,21 @@ class Results:
         """Return the columns of the terminal, or as good as no limit where there is none."""
         return shutil.get_terminal_size((_UNLIMITED, 0)).columns
 
+    def show(self, found: Printable) -> None:
+        """Print what has tables, in colours on a terminal."""
+        colors = self._file is not None and self._file.isatty()
+        self._write(found.to_text(self.width, colors=colors).strip("\n"))
+
     def text(self, text: str) -> None:
-        """Print text and a line break. A reader that goes away, as `head` does, is not an error."""
+        """Print text and a line break."""
+        self._write(printable(text))
+
+    def _write(self, text: str) -> None:
+        """Print text that is printable. A reader that goes away, as `head` does, is not an error."""
         if self._file is None:
             return
         try:
-            print(printable(text), file=self._file, flush=True)
+            print(text, file=self._file, flush=True)
         except OSError as error:
             # The rest goes nowhere, so that closing the file does not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
@@ -90,11 +101,6 @@ def own_standard_output() -> TextIO | None:
 def say(text: str) -> None:
     """Print a message to the user, which is not a result, on standard error."""
     print(f"qompose: {printable(text)}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """Return text with control characters written out; rich lets escape sequences of plugins pass."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _positive(text: str) -> int:
@@ -228,5 +234,7 @@ def print_report(found: Report, options: Namespace, results: Results) -> None:
     """Print a report in the form that was asked for."""
     if options.json:
         results.json(found.to_dict())
+    elif options.markdown:
+        results.text(found.to_markdown())
     else:
-        results.text(found.to_markdown() if options.markdown else found.to_text(results.width))
+        results.show(found)

@@ -18,6 +18,8 @@ from qompose.cli.command import Command, Results
 
 _SETTINGS = re.compile(r"(QOMPOSE_|TORCH|ATEN_|OMP_|MKL_|KMP_)\w+|CXX|\w+_MAX_CPU_ISA")
 """Environment variables that change what runs, or how fast."""
+SCHEMA = 1
+"""The version of the form of what `qompose env --json` prints."""
 _REQUIREMENT = re.compile(r"[\w.-]+")
 
 
@@ -28,7 +30,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(options: Namespace, results: Results) -> int:
     found = facts()
     if options.json:
-        results.json(found)
+        results.json({"schema": SCHEMA, **found})
         return 0
     for name, value in found.items():
         if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic
@@ -37,7 +37,6 @@ from qompose.cli.command import (
     check_page,
     own_standard_output,
     print_report,
-    printable,
     say,
 )
 from qompose.errors import PluginError, UserError, near_names
@@ -97,7 +96,7 @@ def _print_backends(rows: list[dict[str, Any]], results: Results) -> None:
     columns = ["name", "distribution", "version", "module"]
     columns += ["kind"] * any(row["kind"] != "backend" for row in rows)
     columns += [c for c in ("status", "problem") if any(row.get(c) for row in rows)]
-    cells = tuple(tuple(printable(row.get(column) or "") for column in columns) for row in rows)
+    cells = tuple(tuple(row.get(column) or "" for column in columns) for row in rows)
     results.text(as_text([Table(tuple(columns), cells)], results.width).strip("\n"))
     for row in rows:
         for target, problem in row.get("targets", {}).items():
@@ -243,6 +242,7 @@ def _add_capabilities_arguments(parser: ArgumentParser) -> None:
     add("--target", help="only what has a kernel on this target")
     add("--mode", choices=("static", "dynamic", "weight-only"), help="only this mode")
     add("--config", help="only this configuration")
+    add("--operator", help="only patterns with this operator or module, such as conv2d or Conv2d")
     add(
         "--rule",
         help="only this rule; reports name rules, backends and configurations as they are here",
@@ -265,21 +265,34 @@ def _list_capabilities(options: Namespace, results: Results) -> int:
             found += capability_rows(load_backend(name))
         except PluginError as error:
             problems.append(error)
+    _check_choices(options, found)
+    asked = {name: getattr(options, name) for name in _FACTS if getattr(options, name) is not None}
+    rows = found.filter(**asked)
+    if options.json:
+        results.json(rows.to_dict())
+    else:
+        _print_capabilities(found, rows, options, results)
+    for problem in problems:
+        say(str(problem))
+    return int(bool(problems))
+
+
+_FACTS = ("target", "mode", "config", "rule", "operator")
+
+
+def _check_choices(options: Namespace, found: Capabilities) -> None:
+    from qompose.backend.pattern_question import is_operator
+
     for choice, known in (
         ("target", {target for row in found for target in row.targets}),
         ("config", {row.config for row in found}),
         ("rule", {row.rule for row in found}),
     ):
         _check_choice(choice, getattr(options, choice), known)
-    facts = {choice: getattr(options, choice) for choice in ("target", "mode", "config", "rule")}
-    rows = found.filter(**{choice: value for choice, value in facts.items() if value is not None})
-    if options.json:
-        results.json(rows.to_dict())
-    else:
-        _print_capabilities(rows, options, results)
-    for problem in problems:
-        say(str(problem))
-    return int(bool(problems))
+    if options.operator is not None and not is_operator(options.operator):
+        calls = {call for row in found for variant in row.operators for call in variant}
+        names = {call.removeprefix("aten.").rpartition(".")[0] for call in calls}
+        _check_choice("operator", options.operator, names)
 
 
 def _check_choice(choice: str, value: str | None, known: set[str]) -> None:
@@ -291,12 +304,31 @@ def _check_choice(choice: str, value: str | None, known: set[str]) -> None:
         )
 
 
-def _print_capabilities(rows: Capabilities, options: Namespace, results: Results) -> None:
-    if not rows:
+def _print_capabilities(
+    found: Capabilities, rows: Capabilities, options: Namespace, results: Results
+) -> None:
+    from qompose.console import as_text
+
+    if not rows and options.operator is None:
         results.text("No row.")
-        return
-    text = rows.to_markdown() if options.markdown else rows.to_text(results.width)
-    results.text(text.strip("\n"))
+    elif options.markdown:
+        results.text(rows.to_markdown())
+    elif rows:
+        results.show(rows)
+    for line in _why_not(found, rows, options.operator):
+        results.text(as_text([line], results.width))
+
+
+def _why_not(found: Capabilities, rows: Capabilities, operator: str | None) -> Iterator[str]:
+    """Yield why a backend has no pattern with an operator, and the configurations without one."""
+    for source in found.sources if operator is not None else ():
+        configs = dict.fromkeys(row.config for row in found if row.backend == source.backend)
+        taken = {row.config for row in rows if row.backend == source.backend}
+        without = [name for name in configs if name not in taken]
+        if not taken:
+            yield f"{source.backend}: {replace(found, sources=(source,)).supports(operator)}"
+        elif without:
+            yield f"{source.backend}: not under {'; '.join(without)}"
 
 
 CAPABILITIES = Command(
@@ -307,6 +339,7 @@ configurations, with the kernel that runs it on each target. The rows come from 
 lower.""",
     examples="""\
 qompose capabilities
+qompose capabilities my_chip --operator conv2d
 qompose capabilities my_chip --target torch --mode static
 qompose capabilities my_chip my_cpu --markdown
 qompose capabilities --json""",

@@ -114,6 +114,17 @@ ORDER_PRESERVING = frozenset(
     }
 )
 """Operators that choose among values (and zero) by their order, which quantization keeps."""
+_MOVES = frozenset(str(target.__name__).partition(".")[0] for target in VALUE_PRESERVING) | {
+    "_to_copy", "_unsafe_view", "broadcast_to", "copy", "copy_", "dropout", "dropout_", "feature_dropout",
+    "lift_fresh_copy", "squeeze_", "to", "type_as", "unsqueeze_",
+}  # fmt: skip
+
+
+def only_moves(operator: str) -> bool:
+    """Tell whether an operator, named as reports name it, only moves, casts or copies values."""
+    return operator.removeprefix("aten.").partition(".")[0] in _MOVES
+
+
 SCALE_PRESERVING = VALUE_PRESERVING | ORDER_PRESERVING
 """Operators whose inputs and output may have one scale and zero point."""
 NOT_ON_INTEGERS: dict[object, frozenset[torch.dtype]] = {

@@ -117,6 +117,7 @@ def _row(operator: Operator, record: Record) -> Row:
         selector=claim.selector,
         kernel=record.kernels.get(number, ""),
         reason=reason,
+        region=number,
     )
 
 

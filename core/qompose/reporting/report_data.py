@@ -6,16 +6,25 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from qompose.console import Block, Printable, Table, as_decibels, as_markdown, as_text
+from qompose.console import (
+    Block,
+    Printable,
+    Table,
+    as_decibels,
+    as_markdown,
+    as_text,
+    counted,
+)
 from qompose.errors import ConfigError, UserError, near_names
 from qompose.files import draft_of
 from qompose.json_codec import is_integer, jsonable, of_type, plain
 from qompose.plan.plan import Requantized
+from qompose.program.aten_operators import only_moves
 from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL, NOBODY
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
@@ -165,6 +174,16 @@ FLOAT_KERNEL = "float kernel on integers"
 STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, FLOAT)
 """Where an operator may end, in the order in which reports list them."""
 _BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=True))
+_COLORS = dict(zip(STATES, ("green", "green", "cyan", "yellow", "blue", "magenta"), strict=True))
+_KERNELS = {
+    KERNEL: "int8 kernels",
+    REFERENCE: "integer references",
+    FLOAT_KERNEL: "float kernels on integers",
+}
+_ENDS = {**{s: f"in {name}" for s, name in _KERNELS.items()}, FLOAT: "in float"}
+"""How a sentence about a part of the model goes on, where it is not the state's name."""
+SCHEMA = 1
+"""The version of the form of `Report.to_dict`, which is what `--json` prints."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +193,7 @@ class Row:
     `macs` counts multiply-accumulates for one call with the example shapes. `reason` says why an operator
     is float or has no kernel. `inputs` are the names of the rows whose results the operator reads, past what
     has no row, and into and out of bodies of control flow; what a loop hands on to its next pass is not
-    among them.
+    among them. `region` numbers what is quantized together: operators of one region run in one kernel.
     """
 
     name: str
@@ -190,6 +209,7 @@ class Row:
     kernel: str = ""
     reason: str = ""
     inputs: tuple[str, ...] = ()
+    region: int | None = None
 
     @property
     def explanation(self) -> str:
@@ -268,7 +288,6 @@ class Report(Printable):
     fingerprint: str = ""
     idle_owners: tuple[str, ...] = ()
     file_bytes: int = 0
-    _columns: ClassVar[int] = 100
 
     def count(self, state: str, owner: str | None = None) -> int:
         """Return how many operators ended in a state, of one owner or of all.
@@ -335,9 +354,7 @@ class Report(Printable):
 
     def summary(self) -> list[tuple[str, str, str, str, int, int]]:
         """Return (operator, state, owner, kernel or reason, operators, multiply-accumulates) in groups."""
-        return _grouped(
-            self.rows, lambda row: (row.operator, row.state, row.owner, row.kernel or row.reason)
-        )
+        return _summary(self.rows)
 
     def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
         """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
@@ -349,22 +366,29 @@ class Report(Printable):
 
     def headline(self) -> str:
         """Return one line: the stage, who took how many operators, and how much of the work that is."""
-        taken = [row for row in self.rows if row.state != FLOAT]
-        owners = Counter(row.owner for row in taken)
-        who = f" ({', '.join(f'{owner} {n}' for owner, n in sorted(owners.items()))})" * bool(taken)
-        states = ", ".join(
-            f"{self.count(state)} {state}"
-            for state in STATES
-            if self.count(state) and state != FLOAT
+        owners = Counter(row.owner for row in self.rows if row.owner)
+        who = (
+            ", ".join(f"{owner} {n}" for owner, n in sorted(owners.items())) or "nothing quantized"
         )
-        text = f"{self.stage}{f' for {self.target}' if self.target else ''}: "
-        text += f"{states or 'nothing quantized'} of {len(self.rows)} float operators{who}, "
-        return f"{text}{self.quantized_part:.1%} of multiply-accumulates; graph: {self.counts}"
+        part = f"{self.quantized_part:.1%} of multiply-accumulates quantized"
+        return f"{self._where_operators_are()} ({who}), {part}; graph: {self.counts}"
+
+    def _where_operators_are(self) -> str:
+        """Return the stage, and how many operators are in how many kernels of each kind."""
+        parts = []
+        for state in (state for state in STATES if self.count(state)):
+            regions = {row.region for row in self.rows if row.state == state}
+            number = self.count(state)
+            found = f"{number:,}" if parts else counted(number, "operator")
+            kernels = state in _KERNELS and f"in {counted(len(regions), state, _KERNELS[state])}"
+            parts.append(f"{found} {kernels or _ENDS.get(state, state)}")
+        stage = f"{self.stage}{f' for {self.target}' if self.target else ''}"
+        return f"{stage}: {', '.join(parts) or 'no float operators'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
+        """Return the report as JSON data; `schema` is the version of its form."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
-        return data
+        return {"schema": SCHEMA, **data}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -375,7 +399,10 @@ class Report(Printable):
                 report has there.
         """
         try:
-            report: Report = _REPORT.read(data, "report")
+            fields_alone = {**data}
+            if fields_alone.pop("schema", None) != SCHEMA:
+                raise ValueError(f"its schema is not {SCHEMA}")
+            report: Report = _REPORT.read(fields_alone, "report")
             states = {row.state for row in report.rows}
             if report.stage not in _STAGES or not states.issubset(STATES):
                 raise ValueError("its stage, or the state of a row, does not exist")
@@ -388,7 +415,7 @@ class Report(Printable):
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def details(self, width: int = 100) -> str:
+    def details(self, width: int = 80) -> str:
         """Return a line for every operator, in the order of the program, with its module and reason."""
         rows = [(r.name, r.module, r.state, r.explanation) for r in self.rows]
         header = ("operator", "module", "state", "kernel, rule or reason")
@@ -397,7 +424,7 @@ class Report(Printable):
     def to_markdown(self) -> str:
         """Return totals, the summary and the owners as Markdown tables, and what else there is to say."""
         blocks: list[Block] = [f"{line}  " for line in self._totals()]
-        blocks.append(Table(_HEADER, tuple(self.summary())))
+        blocks.append(Table(_HEADER, tuple(_summary(_moves_as_one(self.rows)))))
         blocks += [Table(_OWNERS, tuple(self.by_owner()))] if self.by_owner() else []
         return as_markdown([*blocks, *self._remarks()]).rstrip()
 
@@ -457,25 +484,28 @@ class Report(Printable):
         )
 
     def _totals(self) -> list[str]:
-        states = [state for state in STATES if self.count(state)]
-        parts = ", ".join(f"{self.count(state)} {state}" for state in states)
         total = sum(row.macs for row in self.rows)
-        shares = [(self.coverage(state), state) for state in states]
+        shares = [(self.coverage(state), _ENDS.get(state, state)) for state in STATES]
         share = ", ".join(f"{part:.1%} {state}" for part, state in shares if part)
-        stage = f"{self.stage}{f' for {self.target}' if self.target else ''}"
-        lines = [f"{stage}: {parts or 'no float operators'}"]
-        lines += [f"multiply-accumulates: {total:,}: {share}"] if total else []
+        lines = [self._where_operators_are()]
+        lines += [f"{counted(total, 'multiply-accumulate')}: {share}"] if total else []
         if self.bytes_after and self.bytes_before:
             ratio = self.bytes_after / self.bytes_before
             in_file = f", {self.file_bytes:,} in a file" if self.file_bytes else ""
             lines.append(
                 f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%}){in_file}"
             )
-        lines.append(f"in the graph: {self.counts}")
+        rest = str(self._not_in_kernels())
+        lines += [f"in the graph: {rest}"] if rest != "nothing" else []
         if self.requantizations:
-            number = len(self.requantizations)
-            lines.append(f"{number} requantization{'s' * (number != 1)} where specifications meet")
+            number = counted(len(self.requantizations), "requantization")
+            lines.append(f"{number} where specifications meet")
         return lines
+
+    def _not_in_kernels(self) -> Counts:
+        """Return the counts without the kernels, where the first line has them all."""
+        shown = {row.region for row in self.rows if row.state in _KERNELS}
+        return replace(self.counts, kernels=0) if len(shown) == self.counts.kernels else self.counts
 
     def _remarks(self) -> list[str]:
         meetings = map(str, self.requantizations)
@@ -486,12 +516,11 @@ class Report(Printable):
         """Return the totals, a table with a part for each state, one of owners, and the remarks."""
         rows: list[tuple[object, ...]] = []
         for state in STATES:
-            groups = _grouped(
-                (row for row in self.rows if row.state == state),
-                lambda row: (row.operator, row.explanation),
-            )
+            in_state = [row for row in _moves_as_one(self.rows) if row.state == state]
+            groups = _grouped(in_state, lambda row: (row.operator, row.explanation))
             rows += [(state,), *((f"  {name}", *rest) for name, *rest in groups)] if groups else []
-        table = Table(("operator", "kernel, rule or reason", "operators", "MACs"), tuple(rows))
+        header = ("operator", "kernel, rule or reason", "operators", "MACs")
+        table = Table(header, tuple(rows), _COLORS)
         apart = {(row.owner, row.config, row.selector) for row in self.rows if row.owner}
         owners = [Table(_OWNERS, tuple(self.by_owner()))] if len(apart) > 1 else []
         return [*self._totals(), *([table] if rows else []), *owners, *self._remarks()]
@@ -510,6 +539,12 @@ _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs"
 _OWNERS = ("owner", "state", "config", "selector", "operators", "MACs")
 
 
+def _summary(rows: Iterable[Row]) -> list[Any]:
+    return _grouped(
+        rows, lambda row: (row.operator, row.state, row.owner, row.kernel or row.reason)
+    )
+
+
 def _grouped(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Any]:
     """Count rows and their multiply-accumulates by key, the most work first."""
     operators: Counter[tuple[str, ...]] = Counter()
@@ -519,6 +554,24 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list
         work[key(row)] += row.macs
     ordered = sorted(operators, key=lambda key: (-work[key], key))
     return [(*key, operators[key], work[key]) for key in ordered]
+
+
+_KINDS = 4
+"""How many kinds of operators that only move values are named."""
+
+
+def _moves_as_one(rows: Iterable[Row]) -> list[Row]:
+    """Return rows in which all float operators that only move, cast or copy values are of one kind."""
+    rows = list(rows)
+    moves = [r for r in rows if r.state == FLOAT and not r.macs and only_moves(r.operator)]
+    if len({(row.operator, row.explanation) for row in moves}) < 2:
+        return rows
+    kinds = Counter(row.operator.removeprefix("aten.") for row in moves).most_common()
+    named = [f"{count} {kind}" for kind, count in kinds[:_KINDS]]
+    rest = sum(count for _, count in kinds[_KINDS:])
+    words = ", ".join([*named, *([f"{rest} others"] if rest else [])])
+    facts = {"operator": "moves, casts, copies", "owner": "", "reason": words}
+    return [replace(row, **facts) if row in moves else row for row in rows]
 
 
 _NAMED = 3
@@ -578,8 +631,10 @@ class Counts:
 
     def __str__(self) -> str:
         """Return the counts that are not zero in one line, "nothing" where all are."""
-        return ", ".join(f"{n} {name}" for name, n in self.__dict__.items() if n) or "nothing"
+        named = ((_ONE.get(name, name) if n == 1 else name, n) for name, n in vars(self).items())
+        return ", ".join(f"{n:,} {name}" for name, n in named if n) or "nothing"
 
 
+_ONE = {"observers": "observer", "kernels": "kernel"}
 _COUNT = plain("an integer from 0 on", lambda value: is_integer(value) and value >= 0)
 _REPORT = of_type(Report, {int: _COUNT})

@@ -20,7 +20,8 @@ import qompose
 from qompose.backend import discovery
 from qompose.backend.discovery import BackendInfo, Health
 from qompose.cli import inspection, main
-from qompose.cli.command import Results, printable, say
+from qompose.cli.command import Results, say
+from qompose.console import printable
 
 from tests.core.backend.test_offers import Package, package
 from tests.core.backend.test_plugins import Install, backend, install, point
@@ -346,6 +347,7 @@ class TestCapabilities:
             (["--mode", "dynamic"], lambda row: row["mode"] == "dynamic"),
             (["--config", "static"], lambda row: row["config"] == "static"),
             (["--rule", "linear_relu"], lambda row: row["pattern"] == "linear_relu"),
+            (["--operator", "nn.ReLU"], lambda row: any("relu" in "".join(o) for o in row["operators"])),
             (["--target", "torch"], lambda row: bool(row["kernels"])),
             (["--target", "torch", "--mode", "static"],
              lambda row: bool(row["kernels"]) and row["mode"] == "static"),
@@ -367,6 +369,7 @@ class TestCapabilities:
             ("alpha --target tocrh", "torch"),
             ("alpha --config sttaic", "static"),
             ("alpha --rule linaer", "linear"),
+            ("alpha --operator linaer", "linear"),
             ("alpho", "alpha"),
         ],
     )
@@ -382,6 +385,17 @@ class TestCapabilities:
             word in text for word in ("alpha", "beta", "linear", "toy linear", "weight-only")
         )
         assert command("capabilities", "alpha", "--markdown").out.count("|") > 20
+
+    def test_one_operator_fits_a_screen(self, command: Command) -> None:
+        lines = command("capabilities", "alpha", "--operator", "linear").out.splitlines()
+        assert len(lines) < 30
+        assert lines[0].startswith("alpha: ")
+        assert any("linear_relu" in line for line in lines)
+        assert not any("sigmoid" in line for line in lines)
+
+    def test_an_operator_that_no_rule_has(self, command: Command) -> None:
+        printed = command("capabilities", "alpha", "--operator", "nn.Softmax").out
+        assert printed.startswith("alpha: no: ")
 
     def test_a_broken_plugin_harms_nobody_else(self, command: Command) -> None:
         """The others' rows are printed, and the fault is named."""

@@ -50,7 +50,11 @@ class TestContent:
 
     def test_totals(self) -> None:
         header = page_of(report()).one("header").text
-        for words in ("3 int8 kernel, 1 simulated (Q/DQ), 1 float", "1,000", "30.0%"):
+        for words in (
+            "3 operators in 3 int8 kernels, 1 simulated (Q/DQ), 1 in float",
+            "1,000",
+            "30.0%",
+        ):
             assert words in header
 
     def test_coverage_by_owner_and_state(self) -> None:
@@ -144,8 +148,9 @@ class TestErrors:
         found = section(page_of(report(), comparison()), "errors")
         most = cells(next(iter(found.all("table"))))
         assert most[1:] == [
-            ["third", "clipping", "24.2 dB", "21.5 dB"], ["first", "rounding", "45.0 dB", "45.0 dB"],
-            ["second", "equal", "equal", "equal"],
+            ["third", "body.1", "clipping", "24.2 dB", "21.5 dB"],
+            ["first", "body.0.a", "rounding", "45.0 dB", "45.0 dB"],
+            ["second", "body.0.b", "equal", "equal", "equal"],
         ]  # fmt: skip
         assert [a.attributes["href"] for a in found.all("a")] == ["#row2", "#row0", "#row1"]
 

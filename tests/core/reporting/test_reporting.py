@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from qompose.errors import NothingQuantizedError, NotLoweredError
 from qompose.reporting.report_data import FLOAT, KERNEL, OBSERVED, SIMULATED
 from torch import nn
 
+from tests.core.diagnosis.reports import in_float, report as made, row as taken
 from tests.core.toy import (
     ADD,
     CONV,
@@ -129,6 +131,46 @@ def test_markdown_is_a_table_with_totals() -> None:
     assert sum(int(row.split("|")[-3]) for row in table[2:]) == 5
 
 
+def test_the_first_line_counts_operators_once_and_kernels_apart() -> None:
+    lowered, converted = reports()["lowered"], reports()["converted"]
+    first = "lowered for torch: 2 operators in 2 int8 kernels, 1 simulated (Q/DQ), 2 in float"
+    assert lowered.to_text(120).splitlines()[0] == first
+    assert lowered.headline().startswith(first)
+    assert converted.to_text(120).startswith("converted: 3 operators simulated (Q/DQ), 2 in float")
+    assert "kernel" not in lowered.to_text(120).split("in the graph")[1].splitlines()[0]
+
+
+def test_operators_of_one_region_are_one_kernel() -> None:
+    fused = made(taken("a", region=0), taken("b", "a", region=0), taken("c", "b", region=1))
+    assert fused.to_text().startswith("lowered for torch: 3 operators in 2 int8 kernels\n")
+    one = made(taken("a", region=4))
+    assert one.to_text().startswith("lowered for torch: 1 operator in 1 int8 kernel\n")
+
+
+def test_float_operators_that_move_values_share_a_line() -> None:
+    kinds = ("view", "permute", "to.dtype", "view", "clone", "expand", "slice.Tensor")
+    moves = [in_float(f"m{i}", operator=f"aten.{kind}") for i, kind in enumerate(kinds)]
+    report = made(taken("a"), in_float("tanh", operator="aten.tanh"), *moves)
+    for text in (report.to_text(), report.to_markdown()):
+        (line,) = (line for line in text.splitlines() if "moves, casts, copies" in line)
+        assert "2 view" in line and " 7 " in line
+        assert "aten.tanh" in text and "aten.permute" not in text
+    assert len(report.summary()) == 8, "data are not shortened"
+    assert "aten.permute" in made(taken("a"), moves[1]).to_text(), "one alone has its reason"
+    work = in_float("big", operator="aten.view", macs=3)
+    assert "aten.view" in made(work, *moves).to_text(), "what computes is no move"
+
+
+def test_states_have_colors_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    report = made(taken("a"), in_float("b"))
+    assert "\x1b[" not in report.to_text()
+    colored = report.to_text(colors=True)
+    assert "\x1b[1;32mint8 kernel" in colored and "\x1b[1;35mfloat" in colored
+    plain = re.sub(r"\x1b\[[\d;]*m", "", colored).splitlines()
+    assert [line.rstrip() for line in plain] == report.to_text().splitlines()
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.9], ids=["all", "nine tenths"])
 def test_what_was_not_lowered_is_named(fraction: float) -> None:
     """The second linear stays in float."""
@@ -184,7 +226,7 @@ def test_data_becomes_a_report_again() -> None:
         assert report.to_dict() == json.loads(report.to_json())
     data = report.to_dict()
     more, counts = {**data, "more": 1}, {**data, "counts": 3}
-    for wrong in ({}, more, {**data, "rows": [{"name": "x"}]}, counts):
+    for wrong in ({}, more, {**data, "rows": [{"name": "x"}]}, counts, {**data, "schema": 0}):
         with pytest.raises(qompose.errors.ConfigError):
             qompose.Report.from_dict(wrong)
 
