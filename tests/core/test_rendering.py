@@ -29,7 +29,7 @@ def test_text_keeps_to_its_width_and_loses_nothing(width: int) -> None:
 def test_words_are_whole_where_they_can_be() -> None:
     long = ("a.name.of.many.parts", "a reason that goes on and on for longer than there is room", 3)
     lines = as_text([Table(("operator", "reason", "operators"), (long,))], 60).splitlines()
-    assert "a.name.of.many.parts" in lines[-2] and max(map(len, lines)) <= 60
+    assert any(long[0] in line for line in lines) and max(map(len, lines)) <= 60
     assert {*"\n".join(lines).split()} >= {*long[1].split()}
 
 

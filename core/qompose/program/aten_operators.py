@@ -114,7 +114,7 @@ ORDER_PRESERVING = frozenset(
     }
 )
 """Operators that choose among values (and zero) by their order, which quantization keeps."""
-_MOVES = frozenset(str(target.__name__).partition(".")[0] for target in VALUE_PRESERVING) | {
+_MOVES = {str(getattr(target, "__name__", target)).partition(".")[0] for target in VALUE_PRESERVING} | {
     "_to_copy", "_unsafe_view", "broadcast_to", "copy", "copy_", "dropout", "dropout_", "feature_dropout",
     "lift_fresh_copy", "squeeze_", "to", "type_as", "unsqueeze_",
 }  # fmt: skip

@@ -375,7 +375,7 @@ class Report(Printable):
 
     def _where_operators_are(self) -> str:
         """Return the stage, and how many operators are in how many kernels of each kind."""
-        parts = []
+        parts: list[str] = []
         for state in (state for state in STATES if self.count(state)):
             regions = {row.region for row in self.rows if row.state == state}
             number = self.count(state)
@@ -570,8 +570,13 @@ def _moves_as_one(rows: Iterable[Row]) -> list[Row]:
     named = [f"{count} {kind}" for kind, count in kinds[:_KINDS]]
     rest = sum(count for _, count in kinds[_KINDS:])
     words = ", ".join([*named, *([f"{rest} others"] if rest else [])])
-    facts = {"operator": "moves, casts, copies", "owner": "", "reason": words}
-    return [replace(row, **facts) if row in moves else row for row in rows]
+    merged = {id(row) for row in moves}
+    return [
+        replace(row, operator="moves, casts, copies", owner="", reason=words)
+        if id(row) in merged
+        else row
+        for row in rows
+    ]
 
 
 _NAMED = 3
