@@ -68,7 +68,7 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
 
 // Of what vnni.pack makes for such an image.
 inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
-  if (by_channel) return (g.kh * g.kw + 3) / 4 * 4 * ((channels + CHANNELS - 1) / CHANNELS * CHANNELS);
+  if (by_channel) return (g.kh + 3) / 4 * 4 * g.kw * ((channels + CHANNELS - 1) / CHANNELS * CHANNELS);
   return g.runs() * g.quads() * 4 * ((channels + 15) / 16 * 16);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Convolutions of each channel by itself, on AVX-512 VNNI: four taps of 16 channels in one instruction.
+// Convolutions of each channel by itself, on AVX-512 VNNI: four rows of 16 channels in one instruction.
 #pragma once
 
 #include "finish.h"
@@ -8,7 +8,7 @@
 
 namespace qompose_x86 {
 
-// 64 channels. Bytes of four taps are interleaved as unpack instructions do it, within 128 bits: vector v has
+// 64 channels. Bytes of four rows are interleaved as unpack instructions do it, within 128 bits: vector v has
 // in lane l the channels 16 l + 4 v .. + 3. Weights, scales and biases are stored in that order, and packing
 // the sums to bytes undoes it.
 constexpr int CHANNELS = 64;
@@ -41,15 +41,6 @@ QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t c
     _mm512_mask_storeu_epi8(static_cast<char*>(out) + at, mask, bytes);
 }
 
-QOMPOSE_INLINE void add_four(const __m512i* x, const __m512i* weights, __m512i* sums) {
-  const __m512i low01 = _mm512_unpacklo_epi8(x[0], x[1]), high01 = _mm512_unpackhi_epi8(x[0], x[1]);
-  const __m512i low23 = _mm512_unpacklo_epi8(x[2], x[3]), high23 = _mm512_unpackhi_epi8(x[2], x[3]);
-  sums[0] = _mm512_dpbusd_epi32(sums[0], _mm512_unpacklo_epi16(low01, low23), weights[0]);
-  sums[1] = _mm512_dpbusd_epi32(sums[1], _mm512_unpackhi_epi16(low01, low23), weights[1]);
-  sums[2] = _mm512_dpbusd_epi32(sums[2], _mm512_unpacklo_epi16(high01, high23), weights[2]);
-  sums[3] = _mm512_dpbusd_epi32(sums[3], _mm512_unpackhi_epi16(high01, high23), weights[3]);
-}
-
 QOMPOSE_INLINE void load_four(const void* from, __m512i* vectors) {
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) vectors[v] = _mm512_loadu_si512(static_cast<const char*>(from) + 64 * v);
@@ -63,57 +54,68 @@ struct Line {
   int64_t channel, at;  // `at`: where the first pixel goes
   const Bytes* rows;    // the lines of the image that windows read, or a line of zero points
   Bytes blank;
+  uint8_t* columns;  // memory for `Columns`
   void* out;
 };
 
-// Pixels whose windows are in the image, SIDE x SIDE taps, all unrolled. Few weights stay in registers.
-template <Function F, int SIDE>
-void inner_pixels(const Line& l, const Finish& f, int64_t column, int64_t stop, __mmask64 mask) {
-  constexpr int TAPS = SIDE * SIDE, FOURS = (TAPS + 3) / 4, KEPT = FOURS <= 3 ? FOURS : 1;
-  const int64_t gap = l.g.dw * l.g.c, step = l.g.sw * l.g.c;
-  int64_t from = column * step - l.g.pw * l.g.c + l.channel, at = l.at + column * f.channels;
-  Bytes rows[SIDE];
-  for (int i = 0; i < SIDE; ++i) rows[i] = l.rows[i];
-  __m512i kept[4 * KEPT];
-  for (int four = 0; four < KEPT; ++four) load_four(l.weights + 256 * four, kept + 4 * four);
-  for (; column < stop; ++column, from += step, at += f.channels) {
-    __m512i sums[4];
-    load_four(f.start + l.channel, sums);
-#pragma GCC unroll 8
-    for (int four = 0; four < FOURS; ++four) {
-      __m512i x[4], weights[4];
+// What windows read of the columns of an image, each once for all windows that it is in: the rows of a column
+// in fours, as the products take them. They are kept for few pixels at a time, so that they stay in a cache.
+struct Columns {
+  static constexpr int64_t PIXELS = 24;
+
+  explicit Columns(const Image& g)
+      : fours((g.kh + 3) / 4), count((PIXELS - 1) * g.sw + (g.kw - 1) * g.dw + 1) {}
+  int64_t bytes() const { return count * fours * 256; }
+
+  const int64_t fours, count;
+};
+
+// Columns from number `from` of the image on, which may lie beside it.
+inline void take_columns(const Line& l, const Columns& columns, int64_t from, int64_t count, __mmask64 mask) {
+  const Image& g = l.g;
+  uint8_t* to = l.columns;
+  for (int64_t z = from; z < from + count; ++z) {
+    const bool inside = z >= 0 && z < g.w;
+    const int64_t at = z * g.c + l.channel;
+    for (int64_t first = 0; first < 4 * columns.fours; first += 4, to += 256) {
+      __m512i x[4];
 #pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) {
-        const int tap = 4 * four + t;
-        x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, rows[tap / SIDE] + from + tap % SIDE * gap)
-                          : _mm512_setzero_si512();
-      }
-      if (FOURS > KEPT) load_four(l.weights + 256 * four, weights);
-      add_four(x, FOURS > KEPT ? weights : kept + 4 * four, sums);
+      for (int64_t t = 0; t < 4; ++t)
+        x[t] = first + t < g.kh ? _mm512_maskz_loadu_epi8(mask, inside ? l.rows[first + t] + at : l.blank)
+                                : _mm512_setzero_si512();
+      const __m512i low01 = _mm512_unpacklo_epi8(x[0], x[1]), high01 = _mm512_unpackhi_epi8(x[0], x[1]);
+      const __m512i low23 = _mm512_unpacklo_epi8(x[2], x[3]), high23 = _mm512_unpackhi_epi8(x[2], x[3]);
+      _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
+      _mm512_store_si512(to + 64, _mm512_unpackhi_epi16(low01, low23));
+      _mm512_store_si512(to + 128, _mm512_unpacklo_epi16(high01, high23));
+      _mm512_store_si512(to + 192, _mm512_unpackhi_epi16(high01, high23));
     }
-    finish_pixel<F>(f, sums, l.channel, at, mask, l.out);
   }
 }
 
-template <Function F>
-void any_pixels(const Line& l, const Finish& f, int64_t column, int64_t stop, __mmask64 mask) {
-  const Image& g = l.g;
-  for (; column < stop; ++column) {
-    const int64_t from = column * g.sw - g.pw, taps = g.kh * g.kw;
-    __m512i sums[4], weights[4];
-    load_four(f.start + l.channel, sums);
-    for (int64_t first = 0; first < taps; first += 4) {
-      __m512i x[4];
-      for (int64_t t = 0; t < 4; ++t) {
-        const int64_t tap = first + t, z = from + tap % g.kw * g.dw;
-        const bool inside = tap < taps && z >= 0 && z < g.w;
-        x[t] = _mm512_maskz_loadu_epi8(mask, inside ? l.rows[tap / g.kw] + z * g.c + l.channel : l.blank);
+// PIXELS side by side, the first of which begins at a column that was taken.
+template <Function F, int PIXELS>
+QOMPOSE_INLINE void some_pixels(const Line& l, const Finish& f, int64_t fours, int64_t first, int64_t at,
+                                __mmask64 mask) {
+  const int64_t each = fours * 256, step = l.g.sw * each;
+  const uint8_t* from = l.columns + first * each;
+  const int8_t* weights = l.weights;
+  __m512i sums[PIXELS][4];
+#pragma GCC unroll 4
+  for (int p = 0; p < PIXELS; ++p) load_four(f.start + l.channel, sums[p]);
+  for (int64_t column = 0; column < l.g.kw; ++column, from += l.g.dw * each)
+    for (int64_t at_four = 0; at_four < each; at_four += 256, weights += 256)
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const __m512i w = _mm512_loadu_si512(weights + 64 * v);
+#pragma GCC unroll 4
+        for (int p = 0; p < PIXELS; ++p) {
+          const __m512i x = _mm512_load_si512(from + p * step + at_four + 64 * v);
+          sums[p][v] = _mm512_dpbusd_epi32(sums[p][v], x, w);
+        }
       }
-      load_four(l.weights + 64 * first, weights);
-      add_four(x, weights, sums);
-    }
-    finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
-  }
+#pragma GCC unroll 4
+  for (int p = 0; p < PIXELS; ++p) finish_pixel<F>(f, sums[p], l.channel, at + p * f.channels, mask, l.out);
 }
 
 template <Function F>
@@ -122,19 +124,17 @@ void depthwise_line(const Line& l) {
   const Finish f = l.f;  // a copy that writing to the result cannot change, so that it stays in registers
   const int64_t left = f.channels - l.channel;
   const __mmask64 mask = left >= CHANNELS ? ~0ull : (1ull << left) - 1;
-  // Columns of the result, from the first one whose window begins in the image to the last one that ends in
-  // it.
-  const int64_t room = g.w - 1 - (g.kw - 1) * g.dw + g.pw;
-  const int64_t first = std::min((g.pw + g.sw - 1) / g.sw, g.ow);
-  const int64_t last = std::max(first, room < 0 ? 0 : std::min(room / g.sw + 1, g.ow));
-  any_pixels<F>(l, f, 0, first, mask);
-  if (g.kh == 3 && g.kw == 3)
-    inner_pixels<F, 3>(l, f, first, last, mask);
-  else if (g.kh == 5 && g.kw == 5)
-    inner_pixels<F, 5>(l, f, first, last, mask);
-  else
-    any_pixels<F>(l, f, first, last, mask);
-  any_pixels<F>(l, f, last, g.ow, mask);
+  const Columns columns(g);
+  for (int64_t first = 0; first < g.ow; first += Columns::PIXELS) {
+    const int64_t pixels = std::min(Columns::PIXELS, g.ow - first);
+    const int64_t count = (pixels - 1) * g.sw + (g.kw - 1) * g.dw + 1;
+    take_columns(l, columns, first * g.sw - g.pw, count, mask);
+    int64_t at = l.at + first * f.channels, pixel = 0;
+    for (; pixel + 4 <= pixels; pixel += 4, at += 4 * f.channels)
+      some_pixels<F, 4>(l, f, columns.fours, pixel * g.sw, at, mask);
+    for (; pixel < pixels; ++pixel, at += f.channels)
+      some_pixels<F, 1>(l, f, columns.fours, pixel * g.sw, at, mask);
+  }
 }
 
 using DepthwiseLine = void (*)(const Line&);
@@ -158,14 +158,18 @@ inline DepthwiseLine depthwise_of(Function function) {
   }
 }
 
-// Weights: [64 channels][four taps][vector][channel][tap].
+// Weights: [64 channels][column][four rows][vector][channel][row].
 inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
   const int64_t lines = g.n * g.oh, blocks = (f.channels + CHANNELS - 1) / CHANNELS;
-  const int64_t block_bytes = (g.kh * g.kw + 3) / 4 * 4 * CHANNELS;
+  const Columns columns(g);
+  const int64_t block_bytes = g.kw * columns.fours * 4 * CHANNELS;
   const DepthwiseLine one = depthwise_of(f.function);
   const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
   const std::vector<uint8_t> blank(std::max<int64_t>(1, g.w) * g.c, g.x_zp);
   std::vector<Bytes> rows_of_all(threads * g.kh);
+  std::vector<uint8_t> columns_of_all(threads * columns.bytes() + 64);
+  uint8_t* const aligned =
+      &columns_of_all[63 - (reinterpret_cast<uintptr_t>(columns_of_all.data()) + 63) % 64];
   in_parallel(threads, lines, [&](int thread, int64_t from, int64_t to) {
     Bytes* rows = &rows_of_all[thread * g.kh];
     for (int64_t line = from; line < to; ++line) {
@@ -176,7 +180,8 @@ inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, vo
       }
       for (int64_t block = 0; block < blocks; ++block)
         one({g, weights + block * block_bytes, f, block * CHANNELS,
-             line * g.ow * f.channels + block * CHANNELS, rows, blank.data(), out});
+             line * g.ow * f.channels + block * CHANNELS, rows, blank.data(),
+             aligned + thread * columns.bytes(), out});
     }
   });
 }

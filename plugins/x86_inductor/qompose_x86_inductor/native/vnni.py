@@ -140,7 +140,8 @@ def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
     """Return an int8 weight (out, in, kh, kw) as the C++ reads it, flat."""
     taps = weight.permute(0, 2, 3, 1)
     if depthwise:
-        return _pack_depthwise(taps.flatten(1))
+        columns = filled(weight[:, 0].transpose(1, 2), 2, FOUR)
+        return _pack_depthwise(columns.flatten(1))
     runs = taps.flatten(2) if sizes.joined else taps.flatten(1, 2)
     runs = filled(filled(runs, 2, FOUR), 0, VECTOR)
     quads = runs.reshape(*runs.shape[:2], -1, FOUR)
@@ -172,7 +173,8 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
     if depthwise:
         blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
         taps = torch.cat([_interleaved(block.permute(1, 0, 2).flatten(1)) for block in blocks])
-        return taps[:channels, : height * width].reshape(channels, 1, height, width)
+        columns = taps[:channels].reshape(channels, 1, width, -1)[..., :height]
+        return columns.transpose(2, 3).contiguous()
     count, length = (height, width * depth) if sizes.joined else (height * width, depth)
     quads, whole = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
     each = sizes.group_channels or whole

@@ -53,9 +53,10 @@ class Windows {
       return;
     }
     int64_t column = pixel % g.ow, line = pixel / g.ow % g.oh, image = pixel / g.ow / g.oh;
-    for (int r = 0; r < rows; ++r) {
-      one(image, line * g.sh - g.ph, column * g.sw - g.pw, r, rows, where);
-      if (++column < g.ow) continue;
+    for (int r = 0; r < rows;) {
+      const int stop = static_cast<int>(std::min<int64_t>(rows, r + g.ow - column));
+      in_line(image, line * g.sh - g.ph, column * g.sw - g.pw, r, stop, rows, where);
+      r = stop;
       column = 0;
       if (++line < g.oh) continue;
       line = 0;
@@ -64,14 +65,24 @@ class Windows {
   }
 
  private:
-  void one(int64_t image, int64_t top, int64_t left, int r, int rows, Bytes* where) {
-    const Bytes first = g.x + ((image * g.h + top) * g.w + left) * g.c;
-    const int64_t runs = static_cast<int64_t>(offsets.size());
-    if (top >= 0 && left >= 0 && top + (g.kh - 1) * g.dh < g.h && left + (g.kw - 1) * g.dw < g.w &&
-        end - first >= offsets.back() + padded) {
+  // Windows of one line: those that are in the image follow each other at one distance.
+  void in_line(int64_t image, int64_t top, int64_t left, int r, int stop, int rows, Bytes* where) {
+    const int64_t runs = static_cast<int64_t>(offsets.size()), last = g.w - 1 - (g.kw - 1) * g.dw;
+    const bool inside = top >= 0 && top + (g.kh - 1) * g.dh < g.h;
+    const Bytes latest = end - offsets.back() - padded;
+    Bytes first = g.x + ((image * g.h + top) * g.w + left) * g.c;
+    for (; r < stop; ++r, left += g.sw, first += g.sw * g.c) {
+      if (!inside || left < 0 || left > last || first > latest) {
+        one(image, top, left, r, rows, where);
+        continue;
+      }
       for (int64_t run = 0; run < runs; ++run) where[run * rows + r] = first + offsets[run];
-      return;
     }
+  }
+
+  // A window that is not in the image, or ends beside its last byte.
+  void one(int64_t image, int64_t top, int64_t left, int r, int rows, Bytes* where) {
+    const int64_t runs = static_cast<int64_t>(offsets.size());
     const int64_t wide = g.joined() ? g.kw : 1, each = g.joined() ? 1 : g.kw;
     uint8_t* copy = &copies[r * runs * padded];
     for (int64_t run = 0; run < runs; ++run, copy += padded) {
