@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.core.toy import Model, NullQuantizer, graph_text, sqnr
 from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name, tagged
 
+SIMULATED = "simulated (Q/DQ)"
 PRODUCTS = ("xnnpack", "x86_inductor")
 SMALL = [
     *tagged("conv", without=("transformers",)),
@@ -182,3 +184,56 @@ def test_converted_and_lowered_models_are_close(model: ZooModel, product: str) -
         assert one.dtype is two.dtype is three.dtype
         assert sqnr(one, two) > BOUNDS.get(model.name, 25)
         assert sqnr(two, three) > 35
+
+
+class InParts(nn.Module):
+    """A convolution that is quantized first and called twice, and a head that is quantized afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.body(x)))
+
+
+def test_parts_that_were_quantized_before_are_left_alone(tmp_path: Path) -> None:
+    """They keep their integers, are in the report, get their kernels, and are saved with the rest."""
+    torch.manual_seed(0)
+    net, (x, new) = InParts().eval(), torch.randn(2, 16, 3, 6, 6)
+    expected = net(new)
+    net.body = stages(torch.export.export(net.body, (x,)), (x,), "xnnpack")[1]
+    integers = {name: b for name, b in net.body.named_buffers() if name.endswith("weight_q")}
+    program = torch.export.export(net, (x,), strict=True)
+    prepared, converted, lowered = stages(program, (x,), "x86_inductor", "xnnpack")
+    owners = {row.name: row.owner for row in qompose.report(prepared).rows}
+    assert owners == {
+        "conv2d": "xnnpack", "relu": "xnnpack", "conv2d_1": "xnnpack", "relu_1": "xnnpack",
+        "flatten": owners["flatten"], "linear": "x86_inductor", "relu_2": "x86_inductor", "linear_1": "x86_inductor",
+    }  # fmt: skip
+    assert {row.state for row in qompose.report(lowered).rows if row.macs} == {"int8 kernel"}
+    kept = dict(converted.named_buffers())
+    assert integers and all(torch.equal(kept[f"body.{n}"], b) for n, b in integers.items())
+    assert sqnr(expected, lowered(new)) > 25 < sqnr(converted(new), lowered(new))
+    qompose.save(converted, tmp_path / "model.pt2")
+    loaded = qompose.load(tmp_path / "model.pt2")
+    assert torch.equal(loaded(new), converted(new))
+    assert torch.equal(qompose.lower(loaded)(new), lowered(new))
+    with pytest.raises(qompose.errors.StageError, match="lowered"):
+        qompose.prepare_pt2e(torch.export.export(lowered, (x,)), "xnnpack")
+
+
+def test_parts_of_which_no_owner_is_known_stay_as_they_are() -> None:
+    """Export that is not strict drops what nodes say: operators with integer parameters are known alone."""
+    torch.manual_seed(0)
+    net, x = InParts().eval(), torch.randn(16, 3, 6, 6)
+    expected = net(x)
+    net.body = stages(torch.export.export(net.body, (x,)), (x,), "xnnpack")[1]
+    with pytest.warns(qompose.QomposeWarning, match=r"(?s)conv2d .*strict=True.*conv2d_1 "):
+        lowered = stages(torch.export.export(net, (x,)), (x,), "xnnpack")[2]
+    states = {row.name: row.state for row in qompose.report(lowered).rows if row.macs}
+    assert states == {
+        "conv2d": SIMULATED, "conv2d_1": SIMULATED, "linear": "int8 kernel", "linear_1": "int8 kernel"
+    }  # fmt: skip
+    assert sqnr(expected, lowered(x)) > 25

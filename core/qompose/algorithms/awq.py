@@ -54,7 +54,7 @@ from qompose.program.graph import address_of, constant_of, describe
 from qompose.spec.algorithm_choice import AWQ as WORD
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of, integers_of, values_of_integers
-from qompose.spec.qparams import along
+from qompose.spec.qparams import CASTS, along
 from qompose.spec.quantization_spec import QuantizationSpec
 
 _POWERS = tuple(n / 10 for n in range(1, 11))
@@ -124,7 +124,7 @@ def _check(found: Calibrated, product: Operands) -> None:
     if found.readers.get(address_of(constant), 0) > 1 or len(points) > 1:
         raise NotChanged(f"{product.weight.target} is read by other operators too")
     spec = _spec(found, product)
-    if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+    if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
         raise NotChanged(f"{product.weight.target} is not quantized to integers by an observer")
     block = spec.block_size or ()
     rows = len(block) < constant.dim() or block[0] == 1

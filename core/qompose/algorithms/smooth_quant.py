@@ -33,6 +33,7 @@ from qompose.program.graph import address_of, constant_of, describe, value_of
 from qompose.spec.algorithm_choice import SMOOTH_QUANT, AlgorithmChoice, word_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of
+from qompose.spec.qparams import CASTS
 from qompose.spec.quantization_spec import FixedQParamsQuantizationSpec, QuantizationSpec
 
 aten = torch.ops.aten
@@ -229,7 +230,7 @@ class _Placing:
             raise _NotSmoothed(f"{silent[0]} has the same integers, and does not ask for it")
         if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
             raise _NotSmoothed("its scale does not come from its values")
-        if spec.dtype.is_floating_point or not _is_ours(spec):
+        if spec.dtype in CASTS or not _is_ours(spec):
             raise _NotSmoothed("it is not estimated by an observer of qompose")
         if spec.block_size not in (None, (-1,)):
             raise _NotSmoothed(
@@ -253,7 +254,7 @@ class _Placing:
         if constant.dim() < 2 or constant.shape[1] != channels:
             raise _NotSmoothed(f"{describe(node)} is a convolution in groups")
         spec = self.group_of[Point(weight.name, node.name)].spec
-        if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+        if not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
             raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
         if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
             raise _NotSmoothed(

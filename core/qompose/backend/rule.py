@@ -22,6 +22,7 @@ from qompose.backend.pattern import Match, OperatorPattern, Pattern
 from qompose.errors import ConfigError, blaming, near_names
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
+    CASTS,
     PER_CHANNEL,
     SYMMETRIC,
     Bounds,
@@ -102,7 +103,7 @@ class TensorConstraint:
     def like(cls, spec: QuantizationSpec) -> TensorConstraint:
         """Return the constraint that takes what is quantized as `spec` is, in its range or a part of it."""
         scheme: Any = spec.qscheme  # None for a cast, which has no scheme
-        integers = not spec.dtype.is_floating_point
+        integers = spec.dtype not in CASTS
         low, high = (
             quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
             if integers
@@ -126,7 +127,7 @@ class TensorConstraint:
     def objection(self, role: str, spec: RoleSpec) -> str | None:
         """Return why `spec` is not allowed, with every bound that it breaks; None where it is."""
         kind = self._kind_objection(spec)
-        if kind is not None or spec.dtype.is_floating_point:
+        if kind is not None or spec.dtype in CASTS:
             return kind and f"{role} {kind}"
         found = [*self._range_objections(spec), *self._parameter_objections(spec)]
         return "; ".join(f"{role} {objection}" for objection in found) or None

@@ -55,7 +55,7 @@ from qompose.program.meta import (
     tag,
 )
 from qompose.reporting.build_report import log_stage, say_if_all_was_dropped, say_if_modes_were_lost
-from qompose.spec.claim import Point, clear_annotations
+from qompose.spec.claim import Point, clear_annotations, note_regions
 from qompose.spec.qdq import (
     OperatorPair,
     QParams,
@@ -70,7 +70,7 @@ from qompose.spec.qdq import (
     read_buffer,
     static_pair,
 )
-from qompose.spec.qparams import DEFAULT_EPS, along
+from qompose.spec.qparams import CASTS, DEFAULT_EPS, along
 from qompose.training.qat_conv_bn import deployment_form
 from qompose.training.train_eval import is_trained
 
@@ -212,6 +212,13 @@ def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphMo
         represented = represent(model)
     hoist_constants(model)  # the one form of bodies that torch saves and exports
     name_apart(model)  # what was inserted into a body has a name that may be another body's too
+    plan = record.plan
+    note_regions(
+        model,
+        {n: claim for n, claim in enumerate(plan.claims) if n not in record.dropped},
+        {owner: backend.name for owner, backend in record.backends.items()},
+        record.fingerprint,
+    )
     converted = refresh(model)  # the code of the new graph, without the state that nothing reads
     restore_written(converted, record.state)
     done = replace(
@@ -378,7 +385,7 @@ class _QDQInserter:
         spec: Any = self.plan.groups[observed.group].spec
         if not observed.node.users:
             return
-        if spec.dtype.is_floating_point:
+        if spec.dtype in CASTS:
             self._cast(observed, value, spec.dtype)
         elif getattr(spec, "is_dynamic", False):
             self._dynamic(observed, value, spec)

@@ -50,7 +50,7 @@ from qompose.program.graph import constant_of, module_path, value_of
 from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
 from qompose.spec.claim import Point
 from qompose.spec.qdq import Absorbed, QParams
-from qompose.spec.qparams import FLOAT_ZERO_POINT, Bounds
+from qompose.spec.qparams import CASTS, FLOAT_ZERO_POINT, Bounds
 from qompose.spec.quantization_spec import QuantizationSpec, converts_itself
 
 
@@ -257,7 +257,7 @@ class QParamsSolver:
         One that converts itself may take at least the size of its blocks from data.
         """
         spec: Any = self.plan.groups[number].spec
-        without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
+        without = spec.dtype in CASTS or getattr(spec, "is_dynamic", False)
         # Factors come from data.
         watched = isinstance(self.observer(number), PerChannelRangeObserver)
         return self.alive(number) and (not without or watched or self.converts_itself(number))
@@ -373,7 +373,7 @@ class QParamsSolver:
         spec: Any = self.plan.groups[number].spec
         if q := self._found.qparams.get(number):
             return bounds.objections(q.scale, q.zero_point)
-        least = None if spec.dtype.is_floating_point else least_scale(spec, self.observer(number))
+        least = None if spec.dtype in CASTS else least_scale(spec, self.observer(number))
         return [] if least is None else bounds.lowest.objections(least, 0)
 
     def _calculate(self, number: int, group: Group) -> QParams:
@@ -388,7 +388,9 @@ class QParamsSolver:
             with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
                 scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())
         scale, zero_point = scale.detach(), self._integral(number, zero_point.detach())
-        q = qparams_of(spec, observer, scale, zero_point)
+        q = qparams_of(spec, observer, scale, zero_point).for_rank(
+            value_of(self._value(number)).dim()
+        )
         q = self._algorithms.choose_qparams(self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
@@ -500,7 +502,7 @@ class QParamsSolver:
         for number, group in enumerate(self.plan.groups):
             source, spec = group.points[0].source, cast(Any, group.spec)
             constant = changed.get(source, constant_of(self._nodes[source]))
-            if constant is None or not spec.dtype.is_floating_point or not self.alive(number):
+            if constant is None or spec.dtype not in CASTS or not self.alive(number):
                 continue
             held = constant.detach().to(spec.dtype)
             lost = int((constant.isfinite() & ~held.isfinite()).sum())

@@ -42,7 +42,7 @@ from qompose.program.graph import (
 )
 from qompose.program.meta import KERNELS_TAG, MADE, hand_over, tag, tag_of
 from qompose.reporting.build_report import log_stage, say_what_fell_back
-from qompose.spec.claim import Claim
+from qompose.spec.claim import QUANTIZED_BEFORE, Claim
 from qompose.spec.qdq import fold_quantized_constants
 
 
@@ -312,6 +312,11 @@ def replace_regions(
 def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
     """Return the kernel of a claim's rule, or why there is none."""
     backend = record.backends.get(claim.owner)
+    if claim.rule == QUANTIZED_BEFORE:
+        return (
+            "it was quantized before this program was exported, and nothing says by whom: "
+            "torch.export.export(..., strict=True) keeps that"
+        )
     if backend is None:
         return _WITHOUT_KERNELS
     rule = backend.rule(claim.rule)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications."""
+"""Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications.
+
+The factories that this field has names for, such as `default_observer` and `default_weight_fake_quant`,
+are here too.
+"""
+
+from typing import Any
 
 from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.config import (
@@ -14,7 +20,9 @@ from qompose.observers.config import (
     weight_spec,
 )
 from qompose.observers.fake_quantize import (
+    USUAL,
     FakeQuantize,
+    FakeQuantizeBase,
     FixedQParamsFakeQuantize,
     FusedMovingAvgObsFakeQuantize,
     LearnableFakeQuantize,
@@ -30,15 +38,18 @@ from qompose.observers.min_max import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
+    ObserverBase,
     PerBlockMinMaxObserver,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.spec.quantization_spec import ObserverFactory as PartialWrapper
 
 __all__ = [
     "AutoRangeObserver",
     "EntropyObserver",
     "FakeQuantize",
+    "FakeQuantizeBase",
     "FixedQParamsFakeQuantize",
     "FixedQParamsObserver",
     "FusedMovingAvgObsFakeQuantize",
@@ -47,6 +58,8 @@ __all__ = [
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
     "MovingAveragePerChannelMinMaxObserver",
+    "ObserverBase",
+    "PartialWrapper",
     "PerBlockMinMaxObserver",
     "PerChannelHistogramObserver",
     "PerChannelMinMaxObserver",
@@ -62,3 +75,14 @@ __all__ = [
     "weight_observer_for_range",
     "weight_spec",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the factory that this field has a name for."""
+    if name in USUAL:
+        return USUAL[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *USUAL]

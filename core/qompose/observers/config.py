@@ -61,6 +61,7 @@ from qompose.observers.min_max import (
     PlaceholderObserver,
 )
 from qompose.spec.algorithm_choice import algorithm_class, word_of
+from qompose.spec.qparams import CASTS, FLOAT8
 from qompose.spec.quantization_spec import (
     INTEGERS,
     FixedQParamsQuantizationSpec,
@@ -281,7 +282,7 @@ def _trained(spec: Any, learned: bool) -> Any:
     factory: Any = spec.observer_or_fake_quant_ctr
     trainable = kind.estimates and not spec.is_dynamic and spec.block_size is None
     made: type[FakeQuantize] = FakeQuantize
-    if learned and trainable and not spec.dtype.is_floating_point:
+    if learned and trainable and spec.dtype not in CASTS:
         made = LearnableFakeQuantize  # whose observer is asked once, for the first values
     elif kind is AutoRangeObserver or factory in (
         HistogramObserver,
@@ -406,7 +407,7 @@ def _arguments(observer: str) -> dict[str, Codec]:
 
 
 CODECS: dict[str, Codec] = {
-    "dtype": named((*INTEGERS, torch.float16, torch.bfloat16), "a dtype"),
+    "dtype": named((*INTEGERS, *FLOAT8, torch.float16, torch.bfloat16), "a dtype"),
     "scale_dtype": named((torch.float32, torch.float16, torch.bfloat16), "a float dtype"),
     "qscheme": optional(QSCHEME),
     **dict.fromkeys(("quant_min", "quant_max", "ch_axis"), optional(INTEGER)),

@@ -18,25 +18,71 @@ import torch
 from torch import Tensor, distributed, nn
 
 from qompose.errors import ConfigError, StatisticsError
+from qompose.observers.histogram_observers import HistogramObserver
 from qompose.observers.min_max import (
     FixedQParamsObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     Observer,
+    ObserverBase,
     PerChannelMinMaxObserver,
+    PlaceholderObserver,
     RangeObserver,
     several_processes,
 )
 from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Screen, TensorScreen
-from qompose.spec.qparams import PER_CHANNEL, SYMMETRIC, along, full_blocks, in_blocks
+from qompose.spec.qparams import (
+    CASTS,
+    FLOAT8,
+    PER_CHANNEL,
+    SYMMETRIC,
+    along,
+    full_blocks,
+    in_blocks,
+)
 from qompose.spec.quantization_spec import made_by, virtual_subclass_of
 
 
 @virtual_subclass_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
 @virtual_subclass_of("torch.ao.quantization.fake_quantize", "FakeQuantizeBase")
-class FakeQuantize(Observer):
+class FakeQuantizeBase(ObserverBase):
+    """What a fake quantizer written from nothing derives from: an observer that may be switched off.
+
+    `forward` takes a tensor of any shape, looks at it while `observer_enabled`, and returns what integers
+    make of it while `fake_quant_enabled`.
+
+    Attributes:
+        observer_enabled, fake_quant_enabled: uint8 of shape `(1,)`, for the state dict; set by methods.
+    """
+
+    observer_enabled: Tensor
+    fake_quant_enabled: Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
+        super().__init__(dtype, **arguments)
+        self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
+        self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Go on estimating the range, or keep it as it is."""
+        self.observer_enabled.fill_(enabled)
+
+    def disable_observer(self) -> None:
+        """Keep the range as it is."""
+        self.enable_observer(False)
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Round and clip, or let tensors pass unchanged."""
+        self.fake_quant_enabled.fill_(enabled)
+
+    def disable_fake_quant(self) -> None:
+        """Let tensors pass unchanged."""
+        self.enable_fake_quant(False)
+
+
+class FakeQuantize(FakeQuantizeBase, Observer):
     """Rounds and clips as the integers will, with an observer inside.
 
     A tensor that holds an attention mask passes unchanged, because conversion leaves it in float.
@@ -48,7 +94,6 @@ class FakeQuantize(Observer):
 
     Attributes:
         activation_post_process: the observer inside, under the name that this field knows.
-        observer_enabled, fake_quant_enabled: uint8 of shape `(1,)`, for the state dict; set by methods.
 
     Raises:
         ConfigError: `observer` gives none of qompose's.
@@ -56,19 +101,22 @@ class FakeQuantize(Observer):
 
     looks = False
     activation_post_process: Any
-    observer_enabled: Tensor
-    fake_quant_enabled: Tensor
 
     def __init__(self, observer: Any = None, **arguments: Any) -> None:
         inner = _observer(observer, arguments)
-        super().__init__(inner.dtype, inner.qscheme, *inner._asked, inner.eps, inner.is_dynamic)
+        super().__init__(
+            inner.dtype,
+            qscheme=inner.qscheme,
+            quant_min=inner._asked[0],
+            quant_max=inner._asked[1],
+            eps=inner.eps,
+            is_dynamic=inner.is_dynamic,
+        )
         self.activation_post_process = inner
         self.per_channel, self.estimates = inner.per_channel, inner.estimates
         self.mergeable = inner.mergeable
         if inner.estimates:
             _give_screen(inner, Screen())
-        self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
-        self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
         self._observing = self._simulating = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +159,7 @@ class FakeQuantize(Observer):
 
     def _rounded(self, x: Tensor) -> Tensor:
         inner = self.activation_post_process
-        if self.dtype.is_floating_point:
+        if self.dtype in CASTS:
             return x.to(self.dtype).to(x.dtype)
         blocks = getattr(inner, "block_size", None)
         if blocks is not None:
@@ -124,7 +172,12 @@ class FakeQuantize(Observer):
 
     def _simulated(self, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> Tensor:
         assert self.quant_min is not None and self.quant_max is not None
-        return simulate(x, scale, zero_point, self.quant_min, self.quant_max, axis)
+        values = simulate(x, scale, zero_point, self.quant_min, self.quant_max, axis)
+        if self.dtype not in FLOAT8:
+            return values
+        scale = scale.to(x.device) if axis is None else along(scale.to(x.device), axis, x.dim())
+        held = torch.round(values.detach().float() / scale).to(self.dtype).float() * scale
+        return values + (held.to(values.dtype) - values).detach()
 
     def _of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_dynamic:
@@ -134,22 +187,12 @@ class FakeQuantize(Observer):
         return scale.reshape(-1), zero_point.reshape(-1)
 
     def enable_observer(self, enabled: bool = True) -> None:
-        """Go on estimating the range, or keep it as it is."""
-        self.observer_enabled.fill_(enabled)
+        super().enable_observer(enabled)
         self._observing = enabled
 
-    def disable_observer(self) -> None:
-        """Keep the range as it is."""
-        self.enable_observer(False)
-
     def enable_fake_quant(self, enabled: bool = True) -> None:
-        """Round and clip, or let tensors pass unchanged."""
-        self.fake_quant_enabled.fill_(enabled)
+        super().enable_fake_quant(enabled)
         self._simulating = enabled
-
-    def disable_fake_quant(self) -> None:
-        """Let tensors pass unchanged."""
-        self.enable_fake_quant(False)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
@@ -337,6 +380,16 @@ class LearnableFakeQuantize(FakeQuantize):
         self.register_buffer("started", torch.zeros(1, dtype=torch.uint8))
         self._started = False
 
+    def enable_range_learning(self, enabled: bool = True) -> None:
+        """Go on learning scale and zero point, or keep them as they are; they are learned from the start."""
+        for parameter in (self.scale, self.zero_point):
+            if isinstance(parameter, nn.Parameter):
+                parameter.requires_grad_(enabled)
+
+    def disable_range_learning(self) -> None:
+        """Keep scale and zero point as they are."""
+        self.enable_range_learning(False)
+
     def size_for(self, shape: torch.Size) -> None:
         """Give the parameters the size of a tensor's channels."""
         if self.per_channel:
@@ -435,3 +488,68 @@ class _LearnedSteps(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_zero_point = ((passed - gradient) * scale).sum_to_size(scale.shape) * ctx.factor
         return passed, of_scale, of_zero_point, None, None, None
+
+
+_INT8: dict[str, Any] = {"dtype": torch.int8}
+_TENSOR, _CHANNELS = torch.per_tensor_symmetric, torch.per_channel_symmetric
+_NARROW: dict[str, Any] = {**_INT8, "quant_min": -127, "quant_max": 127, "eps": 2**-12}
+_SEVEN_BITS: dict[str, Any] = {"quant_min": 0, "quant_max": 127}
+_EMBEDDING: dict[str, Any] = {"qscheme": torch.per_channel_affine_float_qparams, "ch_axis": 0}
+_MOVING, _MOVING_CHANNELS = MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
+_FUSED = FusedMovingAvgObsFakeQuantize
+_LATEST: dict[str, Any] = {"averaging_constant": 1.0}
+USUAL: dict[str, Any] = {
+    "default_observer": MinMaxObserver.with_args(**_SEVEN_BITS),
+    "default_histogram_observer": HistogramObserver.with_args(**_SEVEN_BITS),
+    "default_placeholder_observer": PlaceholderObserver,
+    "default_weight_observer": MinMaxObserver.with_args(**_INT8, qscheme=_TENSOR),
+    "default_per_channel_weight_observer": PerChannelMinMaxObserver.with_args(
+        **_INT8, qscheme=_CHANNELS
+    ),
+    "weight_observer_range_neg_127_to_127": MinMaxObserver.with_args(**_NARROW, qscheme=_TENSOR),
+    "per_channel_weight_observer_range_neg_127_to_127": PerChannelMinMaxObserver.with_args(
+        **_NARROW, qscheme=_CHANNELS
+    ),
+    "default_dynamic_quant_observer": PlaceholderObserver.with_args(
+        dtype=torch.uint8, quant_min=0, quant_max=255, is_dynamic=True
+    ),
+    "default_float_qparams_observer": PerChannelMinMaxObserver.with_args(**_EMBEDDING),
+    "default_fixed_qparams_range_neg1to1_observer": FixedQParamsObserver.with_args(
+        scale=2 / 256, zero_point=128
+    ),
+    "default_fixed_qparams_range_0to1_observer": FixedQParamsObserver.with_args(
+        scale=1 / 256, zero_point=0
+    ),
+    "default_fake_quant": FakeQuantize.with_args(observer=_MOVING, **_SEVEN_BITS),
+    "default_histogram_fake_quant": FakeQuantize.with_args(
+        observer=HistogramObserver, **_SEVEN_BITS
+    ),
+    "default_weight_fake_quant": FakeQuantize.with_args(observer=_MOVING, **_INT8, qscheme=_TENSOR),
+    "default_per_channel_weight_fake_quant": FakeQuantize.with_args(
+        observer=_MOVING_CHANNELS, **_INT8, qscheme=_CHANNELS
+    ),
+    "default_dynamic_fake_quant": FakeQuantize.with_args(
+        observer=_MOVING, is_dynamic=True, **_LATEST
+    ),
+    "default_embedding_fake_quant": FakeQuantize.with_args(
+        observer=_MOVING_CHANNELS, **_EMBEDDING, **_LATEST
+    ),
+    "default_fixed_qparams_range_neg1to1_fake_quant": FixedQParamsFakeQuantize.with_args(
+        scale=2 / 256, zero_point=128
+    ),
+    "default_fixed_qparams_range_0to1_fake_quant": FixedQParamsFakeQuantize.with_args(
+        scale=1 / 256, zero_point=0
+    ),
+    "default_fused_act_fake_quant": _FUSED.with_args(observer=_MOVING),
+    "default_fused_wt_fake_quant": _FUSED.with_args(observer=_MOVING, **_INT8, qscheme=_TENSOR),
+    "default_fused_per_channel_wt_fake_quant": _FUSED.with_args(
+        observer=_MOVING_CHANNELS, **_INT8, qscheme=_CHANNELS
+    ),
+    "fused_wt_fake_quant_range_neg_127_to_127": _FUSED.with_args(
+        observer=_MOVING, **_NARROW, qscheme=_TENSOR
+    ),
+    "fused_per_channel_wt_fake_quant_range_neg_127_to_127": _FUSED.with_args(
+        observer=_MOVING_CHANNELS, **_NARROW, qscheme=_CHANNELS
+    ),
+}
+"""The factories that recipes of this field have names for, with the arguments that they have there."""

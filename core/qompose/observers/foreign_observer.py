@@ -34,6 +34,7 @@ from qompose.program.graph import (
 )
 from qompose.program.meta import GROUP_TAG, PROVENANCE, tag_of
 from qompose.spec.qparams import PER_CHANNEL
+from qompose.spec.quantization_spec import ObserverFactory
 
 
 class Rebinding:
@@ -89,11 +90,11 @@ class Rebinding:
     def _factory(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
             return self._partial(value)
+        if isinstance(value, ObserverFactory):
+            return self._with(value, arguments=self(value.arguments))
         if isinstance(getattr(value, "p", None), functools.partial):
             inner, called = self._partial(value.p), self(getattr(value, "callable_args", {}))
             return self._with(value, p=inner, callable_args=called)
-        if isinstance(getattr(value, "observer", None), type):  # qompose's own
-            return self._with(value, arguments=self(value.arguments))
         return value
 
     def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:

@@ -22,6 +22,7 @@ from qompose.errors import ConfigError, QomposeWarning, StatisticsError, Uncalib
 from qompose.observers.tensor_statistics import Channels, Facts
 from qompose.observers.value_screening import Cleaned, Screen, slice_extremes
 from qompose.spec.qparams import (
+    CASTS,
     DEFAULT_EPS,
     FLOAT_ZERO_POINT,
     PER_CHANNEL,
@@ -40,7 +41,30 @@ from qompose.spec.quantization_spec import (
 
 
 @virtual_subclass_of(OBSERVERS, "ObserverBase")
-class Observer(nn.Module):
+class ObserverBase(nn.Module):
+    """What an observer written from nothing derives from: a module with `forward` and `calculate_qparams`.
+
+    `forward` takes a tensor of any shape, looks at it, and returns it; `calculate_qparams` returns scale
+    and zero point, of shape `()`, or `(C,)` per channel. One that replaces its own node has a method
+    `convert(program, node)`.
+
+    Args:
+        dtype: of the integers.
+        is_dynamic: whether parameters are computed at run time.
+    """
+
+    def __init__(self, dtype: torch.dtype, is_dynamic: bool = False) -> None:
+        super().__init__()
+        register_virtual_subclasses()
+        self.dtype, self.is_dynamic = dtype, is_dynamic
+
+    @classmethod
+    def with_args(cls, **arguments: Any) -> ObserverFactory:
+        """Return a factory that makes this observer with `arguments`."""
+        return ObserverFactory(cls, tuple(arguments.items()))
+
+
+class Observer(ObserverBase):
     """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
 
     `quant_min` and `quant_max` are the bounds that its parameters are for, None for a cast to float; `eps` is
@@ -75,14 +99,13 @@ class Observer(nn.Module):
         eps: float = DEFAULT_EPS,
         is_dynamic: bool = False,
     ) -> None:
-        super().__init__()
-        register_virtual_subclasses()
-        self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
+        super().__init__(dtype, is_dynamic)
+        self.eps = eps
         default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
         self.qscheme = default if qscheme is None else qscheme
         self._asked = quant_min, quant_max
         self.quant_min, self.quant_max = quant_min, quant_max
-        if not dtype.is_floating_point:
+        if dtype not in CASTS:
             self.quant_min, self.quant_max = quantized_range(dtype, quant_min, quant_max)
         if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
@@ -90,11 +113,6 @@ class Observer(nn.Module):
         self.set_range: tuple[float, float] | None = None
         self._seen: tuple[int, int] | None = None
         self._last = LastSeen()
-
-    @classmethod
-    def with_args(cls, **arguments: Any) -> ObserverFactory:
-        """Return a factory that makes this observer with `arguments`."""
-        return ObserverFactory(cls, tuple(arguments.items()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape, and return it unchanged."""

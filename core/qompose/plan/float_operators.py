@@ -40,6 +40,7 @@ from qompose.program.graph import (
     value_of,
 )
 from qompose.spec.claim import Claim, Composition, most_telling
+from qompose.spec.qdq import is_of_quantization
 
 aten = torch.ops.aten
 FOLDED = "it depends only on parameters and is computed once, at conversion"
@@ -77,7 +78,10 @@ def survey(
     listed = [
         (name, node)
         for name, node in _with_own(_listed(exported, split, claim_of), working, own, gone)
-        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
+        if node.op == "call_function"
+        and not is_nested_call(node)
+        and not is_of_quantization(node)
+        and _computes_floats(node, made)
     ]
     folded = {
         name for name in (node.name for _, node in listed) if name not in claim_of.keys() | produced

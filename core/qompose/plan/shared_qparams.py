@@ -25,7 +25,7 @@ from qompose.program.aten_operators import VALUE_PRESERVING
 from qompose.program.control_flow import nodes_in, same_tensors
 from qompose.program.graph import constant_of, layout_of, value_of
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.qparams import PER_CHANNEL, full_blocks
+from qompose.spec.qparams import CASTS, PER_CHANNEL, full_blocks
 from qompose.spec.quantization_spec import (
     describe_spec,
     integer_range_key,
@@ -102,7 +102,7 @@ def _shape_of(node: Node | None) -> tuple[int, ...] | None:
 
 def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many scales a static tensor has, along each of its dimensions."""
-    if getattr(spec, "is_dynamic", False) or spec.dtype.is_floating_point:
+    if getattr(spec, "is_dynamic", False) or spec.dtype in CASTS:
         return ()
     if getattr(spec, "block_size", None) is not None:
         blocks = full_blocks(shape, spec.block_size)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qompose.algorithms import algorithms_of
 from qompose.errors import MemberError, UserError, blaming, locating
@@ -42,7 +42,17 @@ from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_choice import not_in_training
-from qompose.spec.claim import PRIORITY, Claim, Composition, Proposal, Rejection, clear_annotations
+from qompose.spec.claim import (
+    PRIORITY,
+    QUANTIZED_BEFORE,
+    Claim,
+    Composition,
+    Proposal,
+    Rejection,
+    clear_annotations,
+    earlier_regions,
+)
+from qompose.spec.qdq import is_dequantize, is_of_quantization, is_quantize
 from qompose.training.qat_conv_bn import Unfolded
 
 TRANSFORM = "transform_for_annotation"
@@ -69,7 +79,12 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
         trains: the program is to be trained, and is not repaired.
     """
     members = dict(quantizer.labelled_members)
-    found = wanted_rewrites(exported, members.values())
+    before = frozenset(name for claim, _ in quantized_before(exported) for name in claim.nodes)
+    found = [
+        candidate
+        for candidate in wanted_rewrites(exported, members.values())
+        if before.isdisjoint(candidate.nodes)
+    ]
     if trains:
         found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
@@ -77,7 +92,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
 
     def attempt(candidates: Sequence[Candidate]) -> Attempt:
         unfolded = [candidate for candidate in folds if candidate not in candidates]
-        made = _attempt(exported, quantizer, members, candidates, unfolded, trains=trains)
+        made = _attempt(exported, quantizer, members, candidates, unfolded, before, trains=trains)
         tried.append((candidates, made))
         return tried[-1][1]
 
@@ -93,6 +108,8 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     ]
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
+    if before:
+        composition.chosen += [claim for claim, _ in quantized_before(working)]
     if trains:
         composition.notes += not_in_training(composition.chosen)
         return Annotated(working, composition, made.rewrites, members)
@@ -107,6 +124,7 @@ def _attempt(
     members: Mapping[str, Quantizer],
     candidates: Sequence[Candidate],
     unfolded: Sequence[Candidate],
+    before: frozenset[str],
     *,
     trains: bool,
 ) -> Attempt:
@@ -123,7 +141,7 @@ def _attempt(
     folded = [c.nodes for c in candidates if trains and c.rewrite == FOLD_BATCH_NORM]
     folds = {names[0]: names[-1] for names in folded}
     norms = Unfolded({node.name: node for node in nodes_in(exported)}, folds)
-    composition = _composed(working, members, quantizer.on_conflict, apart, norms)
+    composition = _composed(working, members, quantizer.on_conflict, apart, norms, before)
     composition.notes += notes
     named = zip(candidates, pieces, strict=True)
     engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
@@ -172,18 +190,21 @@ def _composed(
     on_conflict: str,
     unfolded: Collection[str],
     norms: Unfolded,
+    before: Collection[str],
 ) -> Composition:
     """Compose a program and each of its bodies.
 
     Args:
         unfolded: operators into which nothing was folded, because nobody wanted it.
         norms: shows what was folded for training, and is not folded yet where other engines ask.
+        before: operators that were quantized before the program was exported.
     """
     result = Composition()
     bodies = body_labels(model)
     asked: list[tuple[str, Propose]] = []
     for label, member in members.items():
-        propose = _folded_only(member, unfolded) if member.expects_folded else member.propose
+        refused = dict.fromkeys(unfolded, _UNFOLDED) if member.expects_folded else {}
+        propose = _without(member.propose, refused | dict.fromkeys(before, QUANTIZED_BEFORE))
         asked.append((label, _shown_norms(member, propose, norms)))
     for part in graphs_in(model):
         with locating(bodies.get(part.graph, "")):
@@ -195,23 +216,26 @@ def _composed(
     return result
 
 
-def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
-    """Return a member's `propose` without claims on what it had not wanted with its batch norm folded."""
+_UNFOLDED = "it does not want it with the batch norm folded, as its engine would show it"
+
+
+def _without(proposes: Propose, reasons: Mapping[str, str]) -> Propose:
+    """Return a member's `propose` without claims on operators that it cannot have, for these reasons."""
+    if not reasons:
+        return proposes
 
     def propose(
         model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
-        proposal = member.propose(model, taken, on_conflict)
-        refused = [claim for claim in proposal.claims if not {*claim.nodes}.isdisjoint(unfolded)]
-        reason = "it does not want it with the batch norm folded, as its engine would show it"
-        return replace(
-            proposal,
-            claims=[claim for claim in proposal.claims if claim not in refused],
-            rejections=[
-                *proposal.rejections,
-                *(Rejection(c.owner, c.rule, c.nodes, reason) for c in refused),
-            ],
-        )
+        proposal = proposes(model, taken, on_conflict)
+        kept, refused = list[Claim](), list[Rejection]()
+        for claim in proposal.claims:
+            reason = next((reasons[name] for name in claim.nodes if name in reasons), None)
+            if reason is None:
+                kept.append(claim)
+            else:
+                refused.append(Rejection(claim.owner, claim.rule, claim.nodes, reason))
+        return replace(proposal, claims=kept, rejections=[*proposal.rejections, *refused])
 
     return propose
 
@@ -247,6 +271,41 @@ def _shown_norms(member: Quantizer, propose: Propose, norms: Unfolded) -> Propos
             raise (failed or error) from error
 
     return proposed
+
+
+def quantized_before(program: GraphModule) -> list[tuple[Claim, str]]:
+    """Return claims on what was quantized before the program was exported, with the names of their backends.
+
+    Of a program that another engine quantized, those are the operators that read a parameter as integers,
+    and those that have integers on all sides.
+    """
+    known = earlier_regions(program)
+    if known:
+        return known
+    return [
+        (
+            Claim(
+                owner=QUANTIZED_BEFORE,
+                rule=QUANTIZED_BEFORE,
+                anchor=node.name,
+                nodes=(node.name,),
+                output=node.name,
+                specs=(),
+            ),
+            "",
+        )
+        for node in nodes_in(program)
+        if node.op == "call_function" and not is_of_quantization(node) and _is_quantized(node)
+    ]
+
+
+def _is_quantized(node: Node) -> bool:
+    read = [source for source in node.all_input_nodes if is_dequantize(source)]
+    if any(source.all_input_nodes[0].op == "get_attr" for source in read):
+        return True
+    return (
+        bool(read) and len(read) == len(node.all_input_nodes) and all(map(is_quantize, node.users))
+    )
 
 
 def transformed(

@@ -13,7 +13,16 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.algorithms import algorithms_of
-from qompose.errors import ConfigError, UserError, blaming
+from qompose.backend.discovery import load_backend
+from qompose.backend.interface import Backend
+from qompose.errors import (
+    BackendNotFoundError,
+    ConfigError,
+    PluginError,
+    UserError,
+    blaming,
+    warn_user,
+)
 from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
@@ -51,7 +60,7 @@ from qompose.quantizer.composition import (
 )
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
-from qompose.spec.claim import Claim, Point, clear_annotations
+from qompose.spec.claim import Claim, Point, clear_annotations, earlier_regions
 from qompose.spec.quantization_spec import EdgeOrNode
 from qompose.training.qat_conv_bn import training_form
 from qompose.training.train_eval import evaluation_form
@@ -168,6 +177,7 @@ def _prepared(
         plan = make_plan(exported, annotated, strict=strict)
         members = annotated.members.items()
         backends = {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
+        backends = {**_earlier_backends(annotated.program), **backends}
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
     with paused_collection():
@@ -184,6 +194,20 @@ def _prepared(
             prepared.train(training)
     log_stage(prepared)
     return replace_in_place(model, prepared) if inplace else prepared
+
+
+def _earlier_backends(program: GraphModule) -> dict[str, Backend]:
+    """Return by owner the backends of what was quantized before; where one is missing, it has no kernels."""
+    wanted = {claim.owner: name for claim, name in earlier_regions(program) if name}
+    found = {}
+    for owner, name in wanted.items():
+        try:
+            found[owner] = load_backend(name)
+        except (BackendNotFoundError, PluginError) as error:
+            warn_user(
+                f"{owner} quantized parts of this program before, and they stay simulated: {error}"
+            )
+    return found
 
 
 def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = False) -> Plan:

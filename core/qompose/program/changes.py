@@ -334,6 +334,8 @@ class KeptNames:
         inputs = graph.find_nodes(op="placeholder")
         if len(inputs) != len(part.inputs):
             raise SignatureError(f"it has {len(inputs)} inputs, expected {len(part.inputs)}")
+        if not graph.find_nodes(op="output"):
+            raise SignatureError("it returns nothing: its graph has no output node")
         returned = len(pytree.tree_leaves(graph.output_node().args[0]))
         if returned != part.returned:
             raise SignatureError(f"it returns {returned} values, expected {part.returned}")

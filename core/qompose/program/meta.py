@@ -163,6 +163,10 @@ GROUP_TAG = "group"
 META_KEY = STAGE_KEY
 
 
+REGION_TAG = "region"
+"""Fact of the operators of a converted region, by which another preparation knows the claim on it again."""
+
+
 CAST_TAG, KERNELS_TAG = "cast", "kernels"
 """Facts of nodes: one converts a float type for a specification; one stands for these claims' regions."""
 

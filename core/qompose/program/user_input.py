@@ -23,8 +23,20 @@ from qompose.errors import (
     UserError,
 )
 from qompose.program.call_signature import check_calls
+from qompose.program.control_flow import nodes_in
 from qompose.program.graph import copy_graph_module, pytree_info, replace_nested, set_attribute
-from qompose.program.meta import STAGE_KEY, tag_of
+from qompose.program.meta import (
+    CLAIM_TAG,
+    FACTORS_TAG,
+    INTEGERS_TAG,
+    KERNELS_TAG,
+    OPERATOR_TAG,
+    REGION_TAG,
+    STAGE_KEY,
+    VALUE_TAG,
+    tag_of,
+    untag,
+)
 
 Spec = TypeVar("Spec", InputSpec, OutputSpec)
 _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -35,22 +47,35 @@ def as_graph_module(model: object, function: str) -> GraphModule:
 
     Raises:
         NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
-        StageError: it went through qompose already.
+        StageError: it went through qompose already, unless parts of it were converted and it was exported.
     """
     if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
         stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
         raise StageError(f"{function} takes an exported program, got a {stage} model")
     nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
-    claimed = next((node.name for node in nodes if tag_of(node, "claim") is not None), None)
-    if claimed is not None:
+    earlier = [node for node in nodes if tag_of(node, CLAIM_TAG) is not None]
+    converted = any(tag_of(node, REGION_TAG) is not None for node in earlier)
+    lowered = next((node.name for node in earlier if tag_of(node, KERNELS_TAG) is not None), None)
+    if earlier and (lowered or not converted):
+        done, name = ("lowered", lowered) if lowered else ("prepared", earlier[0].name)
         raise StageError(
-            f"{function} takes a float program, and {claimed} was quantized before this was exported"
+            f"{function} takes a program of float operators, and {name} was {done} before this was exported: "
+            "export what convert_pt2e returns"
         )
     if isinstance(model, ExportedProgram):
-        return unlifted(model)
+        return _forgetting(unlifted(model))
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
-        return check_calls(copy_graph_module(model))
+        return _forgetting(check_calls(copy_graph_module(model)))
     raise NotExportedError(model, function)
+
+
+def _forgetting(program: GraphModule) -> GraphModule:
+    """Remove, in place, what an earlier quantization of parts of a program says in its own numbers."""
+    for node in nodes_in(program):
+        for fact in (CLAIM_TAG, OPERATOR_TAG, VALUE_TAG, INTEGERS_TAG, FACTORS_TAG):
+            if tag_of(node, fact) is not None:
+                untag(node, fact)
+    return program
 
 
 def unlifted(program: ExportedProgram) -> GraphModule:

@@ -38,7 +38,6 @@ from qompose.spec.claim import (
     reasons_of_dependents,
     shared_with,
 )
-from qompose.spec.qparams import PER_CHANNEL
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
     EdgeOrNode,
@@ -180,7 +179,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
         return DerivedQuantizationSpec(
             list(spec.derived_from),
             spec.derive_qparams_fn,
-            ch_axis=_channel_axis(spec, None),
+            ch_axis=getattr(spec, "ch_axis", None),
             is_dynamic=dynamic,
             **common,
         )
@@ -188,7 +187,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
     if factory is not None:
         return QuantizationSpec(
             observer_or_fake_quant_ctr=factory,
-            ch_axis=_channel_axis(spec, factory),
+            ch_axis=getattr(spec, "ch_axis", None),
             is_dynamic=dynamic,
             **common,
         )
@@ -197,18 +196,6 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
             scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
         )
     raise ConfigError(f"expected a quantization specification, got {spec!r}")
-
-
-def _channel_axis(spec: Any, factory: Any) -> int | None:
-    """Return the channel dimension: where the specification says none, that of its observer.
-
-    Observers per channel have 0 as their default, and some quantizers rely on that.
-    """
-    axis: int | None = getattr(spec, "ch_axis", None)
-    if axis is not None or spec.qscheme not in PER_CHANNEL:
-        return axis
-    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
-    return int(arguments.get("ch_axis") or 0)
 
 
 def _references(spec: Any) -> tuple[Point, ...]:

@@ -40,8 +40,8 @@ class ComposableQuantizer(Quantizer):
     """Several quantizers as one; their order is their priority.
 
     Args:
-        quantizers: the members; a composition among them is taken apart into its own members, which keep
-            their order and come under this one's `on_conflict`.
+        quantizers: the members, of this engine or another; a composition among them is taken apart into its
+            own members, which keep their order and come under this one's `on_conflict`.
         on_conflict: what happens where several want the same operators. "priority": they go to the first
             member that can take them, and the report lists what the others lost; a member that annotates
             itself and changes what an earlier one annotated raises AnnotationConflictError. "first": the
@@ -53,7 +53,7 @@ class ComposableQuantizer(Quantizer):
         ConfigError: a composition among them has another `on_conflict`.
     """
 
-    def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = PRIORITY) -> None:
+    def __init__(self, quantizers: Sequence[Any], on_conflict: str = PRIORITY) -> None:
         super().__init__()
         if on_conflict not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
@@ -66,12 +66,8 @@ class ComposableQuantizer(Quantizer):
                 "A composition needs at least one quantizer, or the name of an installed backend. "
                 "`qompose backends` lists what is installed."
             )
-        for quantizer in quantizers:
-            if not isinstance(quantizer, Quantizer):
-                raise UserError(
-                    f"expected a qompose.Quantizer, got {quantizer!r}; qompose.compose wraps quantizers of "
-                    "other engines"
-                )
+        self.quantizers = tuple(adapt(quantizer) for quantizer in quantizers)
+        for quantizer in self.quantizers:
             nested = isinstance(quantizer, ComposableQuantizer)
             if nested and quantizer.on_conflict != on_conflict:
                 raise ConfigError(
@@ -79,7 +75,6 @@ class ComposableQuantizer(Quantizer):
                     f"nested in one with on_conflict={on_conflict!r}, which applies to all "
                     "members. Give both the same one."
                 )
-        self.quantizers = tuple(quantizers)
         self.on_conflict = on_conflict
 
     @property

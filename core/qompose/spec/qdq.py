@@ -10,8 +10,9 @@ Behind a zero point that is not an integer, torch's operator rounds before it ad
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from qompose.program.graph import (
     set_attribute,
 )
 from qompose.spec.qparams import (
+    FLOAT8,
     PER_CHANNEL,
     SYMMETRIC,
     along,
@@ -129,6 +131,13 @@ def is_dequantize(node: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in DEQUANTIZE
 
 
+def is_of_quantization(node: Node) -> bool:
+    """Tell whether a node quantizes, dequantizes, or gives parameters that are chosen at run time."""
+    if node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and node.target in QUANTIZE | DEQUANTIZE | CHOOSE
+
+
 _CHUNK = 2**18
 """How many values of a parameter are worked on at a time: the float temporaries stay at a few MB."""
 Absorbed = Sequence[tuple[Tensor, int]]
@@ -155,12 +164,23 @@ class QParams:
         """Tell whether there is one scale for all of the tensor."""
         return self.axis is None and not self.blocks
 
+    def for_rank(self, rank: int) -> QParams:
+        """Return the same for a tensor of a rank: float8 with channels in blocks.
+
+        torch's operator for channels subtracts zero points from float8, which is not defined.
+        """
+        if self.dtype not in FLOAT8 or self.axis is None:
+            return self
+        scale, zero_point = (along(v, self.axis, rank) for v in (self.scale, self.zero_point))
+        return replace(self, scale=scale, zero_point=zero_point, axis=None, blocks=True)
+
 
 @dataclass(frozen=True)
 class OperatorPair:
     """The operators that quantize and dequantize a tensor, and what both take behind it.
 
-    `dtype` is that of the integers, `steps` the largest of them less the smallest.
+    `dtype` is that of the integers, `steps` the largest of them less the smallest; of float8, which wider
+    float types hold, how many of its numbers lie between two powers of 2.
     """
 
     quantize: Callable[..., Any]
@@ -185,7 +205,8 @@ def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any)
         shape: that of the tensor.
         scale, zero_point: what stands for those of `q` in the graph.
     """
-    bounds, steps = (q.low, q.high, q.dtype), q.high - q.low
+    bounds = (q.low, q.high, q.dtype)
+    steps = 8 if q.dtype in FLOAT8 else q.high - q.low
     if q.per_tensor:
         pair = quantize_per_tensor, dequantize_per_tensor
         return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype, steps)
@@ -196,7 +217,7 @@ def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any)
         axis = q.axis % len(shape)
         return OperatorPair(*pair, (scale, zero_point, axis, *bounds), q.dtype, steps)
     size = _group_size(q.scale, shape)
-    if size is not None:
+    if size is not None and q.dtype not in FLOAT8:
         pair = quantize_per_group, dequantize_per_group
         return OperatorPair(*pair, (scale, zero_point, *bounds, size), q.dtype, steps)
     pair = quantize_per_block, dequantize_per_block
@@ -321,7 +342,7 @@ def _quantize(x: Tensor, q: QParams, first: int, last: int) -> Tensor:
         scale, zero_point = scale[first:last], zero_point[first:last]
     if q.blocks:
         size = _group_size(scale, tuple(x.shape))
-        if size is None:
+        if size is None or q.dtype in FLOAT8:
             return quantize_blocks(x, scale, zero_point, *bounds)
         # Torch's operator rounds the sum with the zero point, which halves show.
         in_groups: Tensor = quantize_per_group(x, scale, zero_point, *bounds, size)

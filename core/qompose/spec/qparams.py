@@ -22,6 +22,13 @@ FLOAT_ZERO_POINT = frozenset({torch.per_channel_affine_float_qparams})
 PER_CHANNEL = frozenset(
     {torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams}
 )
+CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""Types that a tensor is cast to: they have no scale."""
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+"""Types that hold integers, as the quantize operators make them, the large ones rounded to float8.
+
+Their zero point is 0 in every scheme: around another number the integers would be rounded away.
+"""
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """Least scale, in units of the float tensor: torch's own. Recipes of this field take 2**-12."""
 
@@ -34,16 +41,16 @@ def quantized_range(
     Raises:
         ConfigError: a bound is not an integer or lies outside `dtype`; the range is empty or lacks zero.
     """
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+    if dtype not in FLOAT8 and (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
-    info = torch.iinfo(dtype)
-    low = info.min if quant_min is None else quant_min
-    high = info.max if quant_max is None else quant_max
+    info = torch.finfo(dtype) if dtype in FLOAT8 else torch.iinfo(dtype)
+    low = int(info.min) if quant_min is None else quant_min
+    high = int(info.max) if quant_max is None else quant_max
     whole = all(isinstance(bound, Integral) for bound in (low, high))
     if not whole or not info.min <= low <= 0 <= high <= info.max or low == high:
         raise ConfigError(
             f"quant_min={low!r}, quant_max={high!r} is not a range within {dtype} "
-            f"[{info.min}, {info.max}] that contains zero"
+            f"[{int(info.min)}, {int(info.max)}] that contains zero"
         )
     return low, high
 
@@ -68,7 +75,7 @@ def choose_qparams(
 
     torch's float qparams suppose `quant_min == 0`. Below `eps`, torch gives them the scale 1, which collapses
     a channel to one value; here its scale is `eps`, as in the other schemes. A constant channel has the
-    scale 1 and is exact.
+    scale 1 and is exact. float8 is symmetric whatever the scheme.
 
     Args:
         minimum, maximum: shape `()` or `(C,)`, same shape.
@@ -85,7 +92,7 @@ def choose_qparams(
     least = torch.full_like(minimum, eps)
     below = torch.clamp(minimum, max=0.0)
     above = torch.clamp(maximum, min=0.0)
-    if qscheme in SYMMETRIC:
+    if qscheme in SYMMETRIC or dtype in FLOAT8:
         scale = torch.maximum(torch.maximum(-below, above) / (float(high - low) / 2), least)
         middle = symmetric_zero_point(dtype, quant_min, quant_max)
         return scale, torch.full_like(scale, middle, dtype=torch.int64)

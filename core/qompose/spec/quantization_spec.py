@@ -30,17 +30,39 @@ from qompose.spec.algorithm_choice import (
     AlgorithmChoice,
     checked_algorithms,
 )
-from qompose.spec.qparams import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.spec.qparams import (
+    CASTS,
+    FLOAT8,
+    FLOAT_ZERO_POINT,
+    PER_CHANNEL,
+    SYMMETRIC,
+    quantized_range,
+)
 
 
 @dataclass(frozen=True)
 class ObserverFactory:
-    """An observer class with some of its arguments; compares by value, unlike functools.partial."""
+    """An observer class with some of its arguments; compares by value, unlike functools.partial.
+
+    Args:
+        observer: the class; or, as the `PartialWrapper` of this field takes it, a `functools.partial` of it.
+
+    Raises:
+        ConfigError: a partial has positional arguments.
+    """
 
     observer: type[nn.Module]
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        given: Any = self.observer
+        while isinstance(given, functools.partial):
+            if given.args:
+                raise ConfigError(f"arguments of an observer must be given by name, got {given!r}")
+            own = {**given.keywords, **dict(self.arguments)}
+            object.__setattr__(self, "arguments", tuple(own.items()))
+            given = given.func
+        object.__setattr__(self, "observer", given)
         ordered = sorted(self.arguments, key=lambda item: item[0])
         object.__setattr__(self, "arguments", tuple(ordered))
 
@@ -57,6 +79,11 @@ class ObserverFactory:
     def __call__(self, **arguments: Any) -> nn.Module:
         return self.observer(**{**dict(self.arguments), **arguments})
 
+    @property
+    def p(self) -> functools.partial[nn.Module]:
+        """Return the same as a `functools.partial`, under the name by which other packages ask for it."""
+        return functools.partial(self.observer, **dict(self.arguments))
+
 
 _PER_CHANNEL = "PerChannel"
 
@@ -66,10 +93,10 @@ def class_of(factory: Any) -> Any:
     while not isinstance(factory, type):
         if isinstance(factory, functools.partial):
             factory = factory.func
+        elif isinstance(factory, ObserverFactory):
+            factory = factory.observer
         elif isinstance(getattr(factory, "p", None), functools.partial):
             factory = factory.p
-        elif isinstance(getattr(factory, "observer", None), type):
-            factory = factory.observer
         else:
             break
     return factory
@@ -159,11 +186,11 @@ class QuantizationSpec(QuantizationSpecBase):
     """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
 
     A `dtype` of float16 or bfloat16 is a cast: it has no parameters. float32, which the field's tutorials
-    give biases, leaves the tensor as it is.
+    give biases, leaves the tensor as it is. float8_e4m3fn and float8_e5m2 have a scale, and the zero point 0.
 
     `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
-    `ch_axis` is the channel dimension of a per-channel `qscheme`; `is_dynamic` means that scale and
-    zero point are computed from each tensor when the model runs.
+    `ch_axis` is the channel dimension of a per-channel `qscheme` (None: that of the observer, else 0);
+    `is_dynamic` means that scale and zero point are computed from each tensor when the model runs.
 
     `block_size` gives blocks of a tensor a scale of their own: their sizes along the last dimensions, -1
     for a whole one; along the others, a block is one wide. With it, `qscheme` is a per-channel one and
@@ -171,8 +198,8 @@ class QuantizationSpec(QuantizationSpecBase):
     `is_dynamic`, `(-1,)` is one scale per token and `(-1, -1, -1)` one for each image of a batch.
 
     Raises:
-        ConfigError: bounds outside `dtype`; a per-channel scheme without `ch_axis` or `block_size`;
-            blocks whose sizes are not positive; a dynamic scheme other than per tensor, token or item.
+        ConfigError: bounds outside `dtype`; blocks whose sizes are not positive; a dynamic scheme other
+            than per tensor, token or item.
     """
 
     dtype: torch.dtype
@@ -187,15 +214,15 @@ class QuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         if converts_itself(self.observer_or_fake_quant_ctr):  # it alone knows what the bounds mean
-            _check_axis(self.qscheme, self.ch_axis)
+            _fill_axis(self, self.observer_or_fake_quant_ctr)
             return
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if self.block_size is not None:
             _check_blocks(self.block_size, self.qscheme)
             object.__setattr__(self, "block_size", tuple(self.block_size))
         else:
-            _check_axis(self.qscheme, self.ch_axis)
-        if self.is_dynamic and not self.dtype.is_floating_point:
+            _fill_axis(self, self.observer_or_fake_quant_ctr)
+        if self.is_dynamic and self.dtype not in CASTS:
             _check_dynamic(self, low, high)
 
 
@@ -274,7 +301,7 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
     shape `()` or `(1,)` per tensor and `(C,)` per channel.
 
     Raises:
-        ConfigError: bounds outside `dtype`, a per-channel `qscheme` without `ch_axis`, or `is_dynamic`.
+        ConfigError: bounds outside `dtype`, or `is_dynamic`.
     """
 
     derived_from: list[EdgeOrNode]
@@ -289,15 +316,26 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
-        _check_axis(self.qscheme, self.ch_axis)
+        _fill_axis(self)
         if self.is_dynamic:
             raise ConfigError("parameters that are derived from others cannot be dynamic")
         _fill_range(self, low, high)
 
 
-def _check_axis(qscheme: torch.qscheme | None, ch_axis: int | None) -> None:
-    if qscheme in PER_CHANNEL and ch_axis is None:
-        raise ConfigError(f"{qscheme} needs ch_axis, the dimension that has the channels")
+def channel_axis(spec: Any, factory: Any = None) -> int | None:
+    """Return the channel dimension of a specification: where it says none, that of its observer.
+
+    Observers per channel have 0 as their default, and quantizers of this field rely on that.
+    """
+    axis: int | None = spec.ch_axis
+    if axis is not None or spec.qscheme not in PER_CHANNEL:
+        return axis
+    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
+    return int(arguments.get("ch_axis") or 0)
+
+
+def _fill_axis(spec: Any, factory: Any = None) -> None:
+    object.__setattr__(spec, "ch_axis", channel_axis(spec, factory))
 
 
 def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) -> None:
@@ -315,6 +353,10 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         raise ConfigError(
             f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
             "torch's operator knows the whole of uint8 only. Take an affine qscheme, or int8."
+        )
+    if spec.dtype in FLOAT8:
+        raise ConfigError(
+            f"dynamic quantization is to integers: no operator chooses scales of {spec.dtype}"
         )
     if spec.qscheme in FLOAT_ZERO_POINT:
         raise ConfigError(f"{spec.qscheme} is for parameters: zero points at run time are integers")
@@ -335,15 +377,16 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
 def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int, int]:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype must be a torch.dtype such as torch.int8, got {dtype!r}")
-    if dtype.is_floating_point:
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"dtype must be an integer type, float32, float16 or bfloat16, got {dtype}"
-            )
+    if dtype in CASTS:
         if low is not None or high is not None:
             raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
         return 0, 0
-    if dtype not in INTEGERS:
+    if dtype.is_floating_point and dtype not in FLOAT8:
+        raise ConfigError(
+            "dtype must be an integer type, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, "
+            f"got {dtype}"
+        )
+    if dtype not in (*INTEGERS, *FLOAT8):
         names = ", ".join(str(_short(integer)) for integer in INTEGERS)
         raise ConfigError(
             f"dtype must be one of {names}, got {dtype}; fewer bits are int8 with quant_min and quant_max"
@@ -353,7 +396,7 @@ def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int,
 
 def _fill_range(spec: Any, low: int, high: int) -> None:
     """Write out the bounds of parameters that no observer estimates: other engines do not fill them in."""
-    if not spec.dtype.is_floating_point:
+    if spec.dtype not in CASTS:
         object.__setattr__(spec, "quant_min", low)
         object.__setattr__(spec, "quant_max", high)
 
@@ -428,6 +471,8 @@ class QuantizationConfig:
         """Return the words of the algorithms that are made where they help: the configuration names none."""
         if self.algorithms is not None or self.is_qat or self.weight is None:
             return ()
+        if self.weight.dtype in FLOAT8:  # whose steps differ
+            return ()
         low = (SCALE_SEARCH,) if fits_bits(self.weight, 6) else ()
         static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()
         return (*low, *static)
@@ -465,7 +510,7 @@ class QuantizationConfig:
 
 def fits_bits(spec: QuantizationSpecBase, bits: int) -> bool:
     """Tell whether the integers have at most so many bits, and an observer estimates their scale."""
-    if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+    if not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
         return False
     try:
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
@@ -553,7 +598,7 @@ def sharing_key(spec: QuantizationSpecBase) -> object:
 def _factory_key(factory: object) -> object:
     """Return what makes two observer factories the same; partial functions compare by identity only."""
     partial = getattr(factory, "p", factory)  # torch.ao's PartialWrapper holds a functools.partial
-    if not isinstance(partial, functools.partial):
+    if isinstance(factory, ObserverFactory) or not isinstance(partial, functools.partial):
         return factory
     arguments = tuple((k, _factory_key(v)) for k, v in sorted(partial.keywords.items()))
     key = partial.func, partial.args, arguments

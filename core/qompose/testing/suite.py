@@ -14,7 +14,7 @@ from qompose.backend import Backend, Rule, Target, load_backend
 from qompose.backend.rule import DYNAMIC
 from qompose.errors import PluginError
 from qompose.lowering.lower_regions import TORCH_TARGET
-from qompose.spec.qparams import quantized_range
+from qompose.spec.qparams import CASTS, quantized_range
 from qompose.testing.fixtures import Blocked, ContractError, expecting
 from qompose.testing.trial import Example, Terms, Trial, covering_forms, examples_of
 
@@ -138,7 +138,7 @@ class Suite:
         reaches 6.02 b + 4.77 - 20 log10(3) dB.
         """
         spec = config.weight
-        if spec is None or spec.dtype.is_floating_point:
+        if spec is None or spec.dtype in CASTS:
             return self.min_sqnr
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         return min(self.min_sqnr, 6.02 * math.log2(high - low + 1) + 4.77 - 20 * math.log10(3))

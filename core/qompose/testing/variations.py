@@ -29,7 +29,7 @@ from qompose.observers import (
     PlaceholderObserver,
 )
 from qompose.program.graph import arguments_of
-from qompose.spec.qparams import PER_CHANNEL, quantized_range
+from qompose.spec.qparams import CASTS, PER_CHANNEL, quantized_range
 from qompose.spec.quantization_spec import describe_spec
 from qompose.testing.trial import Example, Trial
 
@@ -252,7 +252,7 @@ def _specs(
     wanted: list[tuple[Any, ...]] = [
         (*kind, *ends, own, None) for kind in kinds for ends in _ranges(kind[0], constraint)
     ]
-    if not base.dtype.is_floating_point:  # a cast has no range, axis or blocks
+    if base.dtype not in CASTS:  # a cast has no range, axis or blocks
         ends = quantized_range(base.dtype, base.quant_min, base.quant_max)
         around = ((axis, None), (own, (-1,)))
         wanted += [(base.dtype, torch.per_channel_symmetric, *ends, *each) for each in around]
@@ -280,18 +280,15 @@ def _ranges(dtype: torch.dtype, constraint: TensorConstraint | None) -> Iterator
 
     Some are no ranges of the type, which a specification refuses.
     """
-    info = torch.iinfo(dtype)
-    least, most = info.min, info.max
+    least, most = whole = quantized_range(dtype, None, None)
     if constraint is not None:
         low, high = constraint.quant_min_lower_bound, constraint.quant_max_upper_bound
-        least = info.min if low is None else max(low, info.min)
-        most = info.max if high is None else min(high, info.max)
+        least = whole[0] if low is None else max(low, whole[0])
+        most = whole[1] if high is None else min(high, whole[1])
         if constraint.quant_range is not None:
             least, most = constraint.quant_range
     half = (-((-least) // 16), most // 16)
-    yield from dict.fromkeys(
-        [(info.min, info.max), (least, most), (least - 1, most), (least, most + 1), half]
-    )
+    yield from dict.fromkeys([whole, (least, most), (least - 1, most), (least, most + 1), half])
 
 
 def beyond(constraint: TensorConstraint, spec: QuantizationSpec) -> str | None:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from qompose.errors import ConfigError, StageError
-from qompose.observers.fake_quantize import FakeQuantize
+from qompose.observers.fake_quantize import FakeQuantizeBase, LearnableFakeQuantize
 from qompose.observers.min_max import several_processes
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import (
@@ -394,26 +394,38 @@ class _Sum(torch.autograd.Function):
 
 def enable_observer(module: nn.Module) -> None:
     """Let a fake-quantizer estimate its range; for `model.apply`, other modules are left alone."""
-    if isinstance(module, FakeQuantize):
+    if isinstance(module, FakeQuantizeBase):
         module.enable_observer()
 
 
 def disable_observer(module: nn.Module) -> None:
     """Let a fake-quantizer keep its range; for `model.apply`, other modules are left alone."""
-    if isinstance(module, FakeQuantize):
+    if isinstance(module, FakeQuantizeBase):
         module.disable_observer()
 
 
 def enable_fake_quant(module: nn.Module) -> None:
     """Let a fake-quantizer round and clip; for `model.apply`, other modules are left alone."""
-    if isinstance(module, FakeQuantize):
+    if isinstance(module, FakeQuantizeBase):
         module.enable_fake_quant()
 
 
 def disable_fake_quant(module: nn.Module) -> None:
     """Let tensors pass a fake-quantizer unchanged; for `model.apply`, other modules are left alone."""
-    if isinstance(module, FakeQuantize):
+    if isinstance(module, FakeQuantizeBase):
         module.disable_fake_quant()
+
+
+def enable_range_learning(module: nn.Module) -> None:
+    """Let a fake-quantizer learn its scale and zero point; for `model.apply`, others are left alone."""
+    if isinstance(module, LearnableFakeQuantize):
+        module.enable_range_learning()
+
+
+def disable_range_learning(module: nn.Module) -> None:
+    """Let a fake-quantizer keep the scale and zero point that it has learned; for `model.apply`."""
+    if isinstance(module, LearnableFakeQuantize):
+        module.disable_range_learning()
 
 
 def freeze_batch_norm(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer
 from qompose.conversion.qparams_solver import few_levels, invalid, outliers
-from qompose.errors import UncalibratedError
+from qompose.errors import ConfigError, UncalibratedError
 from qompose.observers import (
     MinMaxObserver,
     PerBlockMinMaxObserver,
@@ -600,3 +601,64 @@ def test_what_looks_wrong_though_it_can_be_used(
     screen = Screen()
     screen.bulk, screen.values = largest, values
     assert len([*outliers(scale, 1.0, screen, EPS)]) == lines
+
+
+def _both(dtype: torch.dtype, weight: torch.dtype) -> Annotator:
+    """Quantize linears, activations affinely to one type and weights by channel to another."""
+    activation = QuantizationSpec(dtype, MinMaxObserver, qscheme=torch.per_tensor_affine)
+    channels = QuantizationSpec(
+        weight, PerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric
+    )
+
+    def annotate_linear(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            value, weight, _ = node.all_input_nodes
+            annotate(node, {value: activation, weight: channels}, activation)
+
+    return Annotator(annotate_linear)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bound"),
+    [
+        (torch.int16, torch.int16, 70), (torch.uint16, torch.int8, 38), (torch.int8, torch.float8_e5m2, 22),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, 23), (torch.float8_e5m2, torch.int8, 18),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types_beside_int8(
+    own: torch.dtype, dtype: torch.dtype, weight: torch.dtype, bound: float, tmp_path: Path
+) -> None:
+    """On new data, in the program's own type; trained, converted and loaded models say the same.
+
+    The bounds are what rounding to the types' mantissas costs at three tensors in a row, less 3 dB; in
+    bfloat16 its own eight bits come on top.
+    """
+    model = seeded(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))).to(own)
+    seen, new = randn(64, 64).to(own), randn(64, 64, seed=1).to(own)
+    program, quantizer = export(model, seen), _both(dtype, weight)
+    converted = convert(program, quantizer, seen)
+    found = converted(new)
+    assert found.dtype is own and len(plan_of(converted).claims) == 2
+    assert sqnr(model(new).float(), found.float()) > min(bound, 34 if own is torch.bfloat16 else 99)
+    qompose.save(converted, tmp_path / "model.pt2")
+    assert torch.equal(qompose.load(tmp_path / "model.pt2")(new), found)
+    if weight.is_floating_point:
+        trained = qompose.prepare_qat_pt2e(program, quantizer)
+        trained(seen)
+        trained.eval()
+        assert torch.equal(trained(new), qompose.convert_pt2e(trained)(new))
+
+
+def test_float8_has_no_zero_point_and_no_dynamic_scale() -> None:
+    """Integers around another number than 0 would lose their last bits as they become float8."""
+    low, high = torch.tensor(1.0), torch.tensor(5.0)
+    for dtype, largest in ((torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344)):
+        given: dict[str, Any] = {"dtype": dtype, "quant_min": None, "quant_max": None}
+        scale, zero_point = choose_qparams(low, high, **given, qscheme=torch.per_tensor_affine)
+        assert (float(scale), int(zero_point)) == (pytest.approx(5 / largest), 0)
+        with pytest.raises(ConfigError):
+            QuantizationSpec(dtype, PlaceholderObserver, is_dynamic=True)
+        with pytest.raises(ConfigError):
+            QuantizationSpec(dtype, MinMaxObserver, quant_max=largest + 1)

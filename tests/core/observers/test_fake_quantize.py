@@ -25,6 +25,7 @@ from qompose.observers import (
     PlaceholderObserver,
 )
 from qompose.observers.fake_quantize import simulate
+from qompose.training import disable_range_learning, enable_range_learning
 from torch import Tensor, nn
 
 from tests.core.toy import randn
@@ -327,3 +328,18 @@ class TestLearned:
     def test_what_has_nothing_to_learn(self, observer: Any) -> None:
         with pytest.raises(ConfigError):
             LearnableFakeQuantize(observer)
+
+
+@pytest.mark.parametrize("scheme", [torch.per_tensor_affine, torch.per_tensor_symmetric], ids=str)
+def test_learning_is_switched_off_and_on(scheme: torch.qscheme) -> None:
+    """The scale, and the zero point where it is learned, get gradients while it is on."""
+    made = LearnableFakeQuantize(dtype=torch.int8, qscheme=scheme)
+    model, x = nn.Sequential(made), randn(4, 3).requires_grad_()
+    model(x)
+    learned = [*made.parameters()]
+    for switch, on in ((disable_range_learning, False), (enable_range_learning, True)):
+        model.apply(switch)
+        for parameter in learned:
+            parameter.grad = None
+        model(x).square().sum().backward()
+        assert [parameter.grad is not None for parameter in learned] == [on] * len(learned)

@@ -14,10 +14,12 @@ from qompose import QuantizationSpec, activation_spec, training_config, weight_s
 from qompose.errors import ConfigError
 from qompose.observers import (
     FakeQuantize,
+    FakeQuantizeBase,
     FusedMovingAvgObsFakeQuantize,
     HistogramObserver,
     LearnableFakeQuantize,
 )
+from qompose.observers.fake_quantize import USUAL as NAMED
 from qompose.spec.quantization_spec import class_of, integer_range_key
 from torch import Tensor, nn
 
@@ -189,3 +191,58 @@ def test_histograms_of_calibration_can_be_trained_with_all_the_same() -> None:
         warnings.simplefilter("error")
         prepared(randn(4, 6)).sum().backward()
     assert all(p.grad is not None for p in prepared.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_range")  # of torch, about its own defaults
+@pytest.mark.parametrize("name", [*NAMED])
+def test_usual_names_are_what_torch_has_under_them(name: str) -> None:
+    """The same scales and zero points of the same data, and in training the same output."""
+    theirs = getattr(torch.ao.quantization.observer, name, None)
+    theirs = theirs or getattr(torch.ao.quantization.fake_quantize, name)
+    ours = getattr(qompose.observers, name)(), theirs()
+    for module in ours:
+        module.train()
+    data = randn(4, 3, seed=1)
+    for module in ours:
+        module(data)
+    if "dynamic" in name or "placeholder" in name:
+        assert [bool(module.is_dynamic) for module in ours] == ["dynamic" in name] * 2
+        return
+    found, wanted = (module.calculate_qparams() for module in ours)
+    rtol = 0.02 if "histogram" in name else 1e-6  # qompose's own histogram keeps finer bins
+    for value, other in zip(found, wanted, strict=True):
+        assert torch.allclose(value.reshape(-1).float(), other.reshape(-1).float(), rtol, atol=1e-6)
+    low, high = ((m.quant_min, m.quant_max) for m in ours)
+    assert low == high
+
+
+def test_there_are_no_other_names() -> None:
+    assert "default_observer" in dir(qompose.observers)
+    with pytest.raises(AttributeError):
+        qompose.observers.default_observr  # noqa: B018
+
+
+class Halving(FakeQuantizeBase):
+    """A fake-quantizer written from nothing: halves the steps of a sixteenth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.round(x * 16) / 16 if self.fake_quant_enabled else x
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return torch.tensor(1 / 16), torch.tensor(0)
+
+
+def test_one_written_from_nothing_is_trained_with_and_converted() -> None:
+    spec = QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
+    quantizer = toy(LINEAR).set_global(training_config(replace(STATIC, input_activation=spec)))
+    x = randn(2, 4)
+    prepared = qompose.prepare_qat_pt2e(export(nn.Linear(4, 4).train(), x), quantizer)
+    own = next(module for module in prepared.modules() if isinstance(module, Halving))
+    prepared(x)
+    assert torch.equal(own(x), torch.round(x * 16) / 16)
+    prepared.apply(qompose.training.disable_fake_quant)
+    prepared.apply(qompose.training.disable_observer)
+    assert torch.equal(own(x), x) and not own.observer_enabled
+    prepared.apply(qompose.training.enable_fake_quant)
+    text = qompose.convert_pt2e(prepared).code
+    assert "0.0625, 0, -128, 127, torch.int8" in text

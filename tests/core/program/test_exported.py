@@ -12,6 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose.program.graph import get_attribute, refresh
+from qompose.program.meta import REGION_TAG, untag
 from qompose.program.user_input import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -179,5 +180,8 @@ def test_what_went_through_qompose_is_refused_with_its_stage() -> None:
     converted = qompose.convert_pt2e(prepared)
     with pytest.raises(qompose.errors.StageError, match="converted"):
         as_graph_module(converted, "a test")
+    exported = torch.export.export(converted, (X,))
+    for node in exported.graph.nodes:
+        untag(node, REGION_TAG)  # as of a prepared model whose observers an export left out
     with pytest.raises(qompose.errors.StageError, match="linear"):
-        qompose.prepare_pt2e(torch.export.export(converted, (X,)), toy())
+        qompose.prepare_pt2e(exported, toy())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from qompose import QuantizationSpec
 from qompose.errors import ConfigError
+from qompose.observers import PartialWrapper
 from qompose.observers.foreign_observer import Rebinding
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.spec.quantization_spec import (
@@ -200,8 +201,18 @@ def test_a_node_that_the_program_has_not(places: tuple[Node, Node, Rebinding]) -
         rebinding(wrapped(Holder, node=extra))
 
 
-def test_one_that_converts_itself_needs_the_axis_too() -> None:
+def test_one_that_converts_itself_has_an_axis_too() -> None:
     facts: dict[str, Any] = {"dtype": torch.int8, "qscheme": torch.per_channel_symmetric}
-    with pytest.raises(ConfigError, match="ch_axis"):
-        QuantizationSpec(observer_or_fake_quant_ctr=Converting, **facts)
-    QuantizationSpec(observer_or_fake_quant_ctr=Converting, ch_axis=0, **facts)
+    spec = QuantizationSpec(observer_or_fake_quant_ctr=Converting, **facts)
+    assert spec.ch_axis == 0
+
+
+def test_a_partial_is_wrapped_as_this_field_wraps_it() -> None:
+    """It is one class with the factories of `with_args`, and equal to the same one of these."""
+    made = PartialWrapper(functools.partial(MinMaxObserver, dtype=torch.int8))
+    assert isinstance(MinMaxObserver.with_args(), PartialWrapper)
+    assert made == MinMaxObserver.with_args(dtype=torch.int8) != MinMaxObserver.with_args()
+    assert made.p.keywords == {"dtype": torch.int8}
+    assert made.p.func is made.with_args(eps=1.0).observer is MinMaxObserver
+    with pytest.raises(ConfigError):
+        PartialWrapper(functools.partial(MinMaxObserver, torch.int8))

@@ -13,7 +13,12 @@ import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import ConfigError
-from qompose.observers import HistogramObserver, MinMaxObserver, PlaceholderObserver
+from qompose.observers import (
+    HistogramObserver,
+    MinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import (
     DerivedQuantizationSpec,
@@ -48,7 +53,7 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (1, 
         (FACTS, {"quant_min": 5, "quant_max": 5}, "quant_min=5"),
         (FACTS, {"dtype": torch.uint8}, "quant_min=-128"), (FACTS, {"dtype": torch.float16}, "quant_min"),
         (FACTS, {"dtype": torch.float64, "quant_min": None, "quant_max": None}, "float64"),
-        (FACTS, {"qscheme": torch.per_channel_symmetric}, "ch_axis"), (FACTS, {"dtype": None}, "torch.int8"),
+        (FACTS, {"dtype": None}, "torch.int8"),
         (FACTS, {"dtype": "int8"}, "torch.int8"), (FACTS, {"dtype": torch.int64}, "dtype"),
         (FACTS, {"dtype": torch.int4, "quant_min": -8, "quant_max": 7}, "int8"),
         (DYNAMIC_SYMMETRIC, {"quant_max": 127}, ""),  # a range without a middle
@@ -70,6 +75,24 @@ def test_impossible_specifications(
     QuantizationSpec(**facts)
     with pytest.raises(ConfigError, match=named or None):
         QuantizationSpec(**{**facts, **change})
+
+
+@pytest.mark.parametrize(
+    ("factory", "axis"),
+    [
+        (PerChannelMinMaxObserver, 0),
+        (PerChannelMinMaxObserver.with_args(ch_axis=1), 1),
+        (partial(PerChannelMinMaxObserver, ch_axis=2), 2),
+    ],
+    ids=["no observer says", "its own factory", "a partial"],
+)
+def test_channels_without_an_axis_have_that_of_the_observer(factory: Any, axis: int) -> None:
+    """As engines of this field take it; what a specification says comes before."""
+    facts = {**FACTS, "qscheme": torch.per_channel_symmetric, "observer_or_fake_quant_ctr": factory}
+    assert QuantizationSpec(**facts).ch_axis == axis
+    assert QuantizationSpec(**facts, ch_axis=3).ch_axis == 3
+    derived = DerivedQuantizationSpec([], max, torch.int32, qscheme=torch.per_channel_symmetric)
+    assert derived.ch_axis == 0
 
 
 @pytest.mark.parametrize(
@@ -102,7 +125,6 @@ def test_parameters_without_an_observer_have_a_dtype_too(dtype: Any) -> None:
     [
         ({"quant_min": -(2**31) - 1, "quant_max": 0}, "quant_min"),
         ({"is_dynamic": True}, ""),
-        ({"qscheme": torch.per_channel_symmetric}, "ch_axis"),
     ],
     ids=str,
 )
