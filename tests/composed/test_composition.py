@@ -210,7 +210,8 @@ def test_parts_that_were_quantized_before_are_left_alone(tmp_path: Path) -> None
     owners = {row.name: row.owner for row in qompose.report(prepared).rows}
     assert owners == {
         "conv2d": "xnnpack", "relu": "xnnpack", "conv2d_1": "xnnpack", "relu_1": "xnnpack",
-        "flatten": owners["flatten"], "linear": "x86_inductor", "relu_2": "x86_inductor", "linear_1": "x86_inductor",
+        "flatten": owners["flatten"], "linear": "x86_inductor",
+        "relu_2": "x86_inductor", "linear_1": "x86_inductor",
     }  # fmt: skip
     assert {row.state for row in qompose.report(lowered).rows if row.macs} == {"int8 kernel"}
     kept = dict(converted.named_buffers())

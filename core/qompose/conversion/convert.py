@@ -55,7 +55,7 @@ from qompose.program.meta import (
     tag,
 )
 from qompose.reporting.build_report import log_stage, say_if_all_was_dropped, say_if_modes_were_lost
-from qompose.spec.claim import Point, clear_annotations, note_regions
+from qompose.spec.claim import Point, forget_specifications, note_regions
 from qompose.spec.qdq import (
     OperatorPair,
     QParams,
@@ -204,7 +204,7 @@ def _in_own_types() -> Iterator[None]:
 
 def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphModule:
     """Return the module of a graph whose observers are gone, with its record."""
-    clear_annotations(model)  # they refer to nodes of the prepared graph
+    forget_specifications(model)
     run_as_exported(model)
     represented = Representation({}, {})
     if reference:

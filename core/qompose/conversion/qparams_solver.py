@@ -43,6 +43,7 @@ from qompose.observers.make_observer import (
     qparams_of,
     was_fed,
 )
+from qompose.observers.min_max import PlaceholderObserver
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.plan import Group, Plan, subject_of
 from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nested_call, nodes_in
@@ -150,10 +151,15 @@ class QParamsSolver:
 
     def _check_complete(self) -> None:
         gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
-        if gone:
+        if gone and not self._observers:
             raise StageError(
                 f"the prepared model has lost observers: {', '.join(map(self.describe, gone))}. Convert the "
                 "module that prepare_pt2e returned, or a deep copy of it, not one that was traced again."
+            )
+        for number in gone:  # somebody took it out of the graph, which is the way of this field
+            self._observers[number] = PlaceholderObserver()
+            self._drop(
+                self.plan.groups[number], f"the observer of {self.describe(number)} was removed"
             )
 
     def solve(self, *, allow_uncalibrated: bool) -> Solution:

@@ -25,6 +25,7 @@ from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_q
 from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums, own_buffers
 from qompose.spec.claim import (
+    ANNOTATION_FACTS,
     FIRST,
     PRIORITY,
     Claim,
@@ -33,6 +34,7 @@ from qompose.spec.claim import (
     PointSpec,
     Proposal,
     Rejection,
+    annotation_facts,
     clear_annotations,
     node_annotation,
     reasons_of_dependents,
@@ -351,6 +353,7 @@ def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
     for claim in claims:
         for name in claim.nodes:
             _annotation(nodes[name])._annotated = True
+            vars(_annotation(nodes[name])).update(nodes[name].meta.get(ANNOTATION_FACTS, {}))
         for spec in claim.specs:
             holder = _annotation(nodes[spec.point.holder])
             holder.allow_implicit_sharing = spec.allow_implicit_sharing
@@ -399,6 +402,8 @@ def _entries(meta: Mapping[str, Any], earlier: Mapping[str, Any]) -> Iterator[tu
     for key, value in meta.items():
         if key not in earlier and key not in _OURS and _is_plain(value):
             yield key, value
+    if facts := annotation_facts(meta.get(ANNOTATION_KEY)):
+        yield ANNOTATION_FACTS, facts
     had = earlier.get("custom") or {}
     custom = {
         key: value

@@ -335,6 +335,34 @@ def clear_annotations(model: GraphModule) -> None:
         node.meta.pop(ANNOTATION_KEY, None)
 
 
+_OF_ENGINES = frozenset(vars(QuantizationAnnotation()))
+ANNOTATION_FACTS = "quantization_annotation_facts"
+"""Key in `node.meta` of what a quantizer's own kind of annotation says beyond the common one."""
+
+
+def annotation_facts(annotation: Any) -> dict[str, Any]:
+    """Return the flags, numbers and texts that an annotation has beyond the common ones, by name."""
+    known = getattr(annotation, "__dict__", {})
+    return {k: v for k, v in known.items() if k not in _OF_ENGINES and _is_flag(v)}
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def forget_specifications(model: GraphModule) -> None:
+    """Leave of annotations that nodes were annotated, and the facts about it, in place.
+
+    The specifications refer to nodes of the prepared graph.
+    """
+    for node in nodes_in(model):
+        annotation = node_annotation(node)
+        if annotation is not None:
+            kept = QuantizationAnnotation(_annotated=annotation._annotated)
+            vars(kept).update(annotation_facts(annotation))
+            node.meta[ANNOTATION_KEY] = kept
+
+
 def is_loss(rejection: Rejection) -> bool:
     """Tell whether a claim was admissible, and another member had taken its nodes."""
     return rejection.kind is Kind.LOST

@@ -347,6 +347,20 @@ class TestNames:
         with pytest.raises(StageError, match="inner_weight -> linear"):
             qompose.convert_pt2e(prepared)
 
+    def test_a_claim_without_one_of_its_observers_stays_in_float(self) -> None:
+        """Scripts of this field take observers out of a prepared graph to keep a tensor in float."""
+        prepared = prepare(export(model(), X), toy())
+        prepared(X)
+        (node, *_) = observers_of(prepared)
+        node.replace_all_uses_with(node.args[0])
+        prepared.graph.erase_node(node)
+        prepared.recompile()
+        with pytest.warns(qompose.QomposeWarning):
+            converted = qompose.convert_pt2e(prepared)
+        (row,) = (row for row in qompose.report(converted).rows if row.macs)
+        assert row.state == "float" and "removed" in row.reason
+        assert torch.equal(converted(X), model()(X))
+
     def test_an_observer_that_a_user_puts_in_its_place(self) -> None:
         """Tools of this field replace observers of a prepared program by name."""
         prepared = prepare(export(model(), X), member(spec(MinMaxObserver)))

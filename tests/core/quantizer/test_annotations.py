@@ -7,6 +7,7 @@ What an earlier one took stays as it was, or is an error.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from qompose import Quantizer
 from qompose.errors import AnnotationConflictError
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.spec import DerivedQuantizationSpec
+from qompose.spec import DerivedQuantizationSpec, QuantizationAnnotation
 from torch import nn
 from torch.fx import Node
 
@@ -171,3 +172,26 @@ def test_later_members_see_what_is_taken(program: torch.export.ExportedProgram) 
     assert set(seen) == {
         ("linear", True), ("linear_1", True), ("tanh", False), ("add", False), ("sigmoid", False),
     }  # fmt: skip
+
+
+def test_what_else_an_annotation_says_stays_on_the_operator() -> None:
+    """Tools of this field look there for flags of a quantizer's own, in converted programs too."""
+
+    @dataclass
+    class Own(QuantizationAnnotation):
+        _is_output_of_quantized_pattern: bool = False
+        held: Any = None
+
+    def annotate_linear(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            node.meta[ANNOTATION_KEY] = Own({node.all_input_nodes[0]: INT8}, held=node)
+            node.meta[ANNOTATION_KEY]._is_output_of_quantized_pattern = True
+
+    x = randn(2, 3)
+    prepared = prepare(export(nn.Linear(3, 3), x), Annotator(annotate_linear))
+    prepared(x)
+    for model, edges in ((prepared, 1), (qompose.convert_pt2e(prepared), 0)):
+        (node,) = nodes_calling(model, "aten.linear")
+        found = vars(node.meta[ANNOTATION_KEY])
+        assert found["_annotated"] and found["_is_output_of_quantized_pattern"] is True
+        assert len(found["input_qspec_map"]) == edges and "held" not in found
