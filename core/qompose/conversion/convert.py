@@ -590,7 +590,7 @@ class _QDQInserter:
         node, example = observed.node, value_of(value)
         exact = pair.steps <= _EXACT.get(example.dtype, 2**24)
         arguments, keywords = pair.to_float(example.dtype if exact else torch.float32)
-        for user in list(node.users):
+        for user in sorted(node.users):
             reader = user if user.op == "call_function" else quantized
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
@@ -608,6 +608,20 @@ class _QDQInserter:
             if value.op == "get_attr":  # the only trace of its floats
                 hand_over(value, read)
             user.replace_input_with(node, read)
+            if self._is_shared(observed.group):
+                for other in list(node.users):
+                    self._note(observed, other, read, value)
+                    other.replace_input_with(node, read)
+                break
+
+    def _is_shared(self, number: int) -> bool:
+        """Tell whether readers share a dequantize: of a dynamic tensor, where none of them has rules.
+
+        The engines that such annotations were written for lower that form.
+        """
+        group = self.plan.groups[number]
+        annotated = all(not self.plan.claims[claim].captures for claim in group.claims)
+        return annotated and bool(getattr(group.spec, "is_dynamic", False))
 
 
 def _by_input(readers: Iterable[Node]) -> dict[Node, list[Node]]:

@@ -662,3 +662,20 @@ def test_float8_has_no_zero_point_and_no_dynamic_scale() -> None:
             QuantizationSpec(dtype, PlaceholderObserver, is_dynamic=True)
         with pytest.raises(ConfigError):
             QuantizationSpec(dtype, MinMaxObserver, quant_max=largest + 1)
+
+
+def test_annotated_readers_of_a_dynamic_tensor_share_all_of_it() -> None:
+    """As the engines that annotations are written for lower it; the numbers are those of one reader each."""
+    dynamic = QuantizationSpec(torch.int8, PlaceholderObserver, -128, 127, is_dynamic=True)
+
+    def annotate_linear(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            annotate(node, {node.all_input_nodes[0]: dynamic})
+
+    layers = {name: nn.Linear(3, 3) for name in ("a", "b", "c")}
+    net = seeded(Model(lambda m, x: (m.c(x), m.a(x) + m.b(x)), **layers))
+    converted = convert(export(net, X), Annotator(annotate_linear), X)
+    found = operators(converted)
+    for name in ("choose_qparams", "quantize_per_tensor", "dequantize_per_tensor"):
+        assert found[name] == 1
+    assert min(map(sqnr, net(X), converted(X))) > 35

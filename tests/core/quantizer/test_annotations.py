@@ -191,7 +191,7 @@ def test_what_else_an_annotation_says_stays_on_the_operator() -> None:
     prepared = prepare(export(nn.Linear(3, 3), x), Annotator(annotate_linear))
     prepared(x)
     for model, edges in ((prepared, 1), (qompose.convert_pt2e(prepared), 0)):
-        (node,) = nodes_calling(model, "aten.linear")
+        (node,) = nodes_calling(model, "linear")
         found = vars(node.meta[ANNOTATION_KEY])
         assert found["_annotated"] and found["_is_output_of_quantized_pattern"] is True
         assert len(found["input_qspec_map"]) == edges and "held" not in found

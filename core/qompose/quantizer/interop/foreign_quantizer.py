@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from qompose.errors import UserError, blaming
 from qompose.program.aten_operators import with_sources, without_sources
 from qompose.program.control_flow import nodes_in
+from qompose.program.rewrites import FOLD_WEIGHT
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.hook_guard import restore_process
@@ -59,6 +60,7 @@ class AdaptedQuantizer(Quantizer):
     """A quantizer of another engine. A copy of it is asked about each program, from its first hook on."""
 
     expects_folded = True
+    rewrites = (FOLD_WEIGHT,)  # as its engine does with a parameter that it quantizes
 
     def __init__(self, quantizer: Any) -> None:
         super().__init__()
