@@ -175,8 +175,8 @@ def restrict(
 
     Raises:
         UserError: `quantizer` has selectors, or is a composition or not a quantizer.
-        SelectorError: an entry has none of these forms. One that matches nothing is an error when the
-            program is prepared.
+        SelectorError: an entry has none of these forms; when the program is prepared, a path is that of no
+            module. Another entry that matches nothing is a note, and an error there with `strict=True`.
     """
     adapted = adapt(quantizer)
     if isinstance(adapted, RuleQuantizer):
