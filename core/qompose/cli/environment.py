@@ -15,6 +15,7 @@ from importlib_metadata import PackageNotFoundError, distribution, version
 
 from qompose.backend.discovery import algorithms, backends
 from qompose.cli.command import Command, Results
+from qompose.console import counted
 
 _SETTINGS = re.compile(r"(QOMPOSE_|TORCH|ATEN_|OMP_|MKL_|KMP_)\w+|CXX|\w+_MAX_CPU_ISA")
 """Environment variables that change what runs, or how fast."""
@@ -50,11 +51,12 @@ def facts() -> dict[str, Any]:
     import torch
 
     plugins = {info.name: info for info in (*backends(), *algorithms())}
+    threads = counted(torch.get_num_threads(), "thread")
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
         "processor": _processor(),
-        "torch_uses": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "torch_uses": f"{torch.backends.cpu.get_cpu_capability()}, {threads}",
         "cores": os.cpu_count(),
         "plugins": {
             name: info.problem or f"{info.kind} of {info.distribution} {info.version}"
