@@ -383,3 +383,19 @@ class TestProcess:
         with pytest.raises(MemberError):
             prepare(PROGRAM, qompose.compose(Tanhs(), acting(hook, fail)))
         assert self.settings() == before
+
+
+def test_a_weight_that_is_computed_from_parameters_is_stored_as_integers() -> None:
+    """As its own engine does: it is computed once, and the model holds its integers alone."""
+    weight = nn.Parameter(randn(4, 3))
+    model = Model(lambda m, x: nn.functional.linear(x, m.weight.t() * 2), weight=weight)
+    x = randn(8, 4)
+    prepared = qompose.prepare_pt2e(export(model, x), Foreign())
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    targets = [node.target for node in converted.graph.nodes if node.op == "call_function"]
+    assert aten.t.default not in targets and aten.mul.Tensor not in targets
+    assert not any(
+        b.dtype is torch.float32 and b.dim() == 2 for b in converted.state_dict().values()
+    )
+    assert sqnr(model(x), converted(x)) > 30
