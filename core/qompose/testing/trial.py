@@ -41,6 +41,7 @@ from qompose.plan.plan import Operator, Record
 from qompose.program.graph import operator_name
 from qompose.program.meta import META_KEY
 from qompose.reporting.report_data import REFERENCE
+from qompose.spec import qdq
 from qompose.spec.claim import Claim
 from qompose.testing.fixtures import (
     BEHIND,
@@ -392,6 +393,31 @@ def copies(inputs: Sequence[Tensor]) -> Inputs:
     return tuple(x.clone() for x in inputs)
 
 
+TIE = 1e-3
+"""Steps from the middle between two integers at which float arithmetic of any kind rounds alike."""
+
+
+def _off_ties(batch: Inputs, converted: GraphModule) -> Inputs:
+    """Return inputs that quantize alike in any arithmetic: x / scale and x * (1 / scale) differ at a tie.
+
+    A runtime that quantizes a model's inputs itself may take either integer there.
+    """
+    holders = [node for node in converted.graph.nodes if node.op == "placeholder"]
+    if len(holders) != len(batch):
+        return batch
+    return tuple(_off_ties_of(x, node) for x, node in zip(batch, holders, strict=True))
+
+
+def _off_ties_of(x: Tensor, node: Node) -> Tensor:
+    for user in node.users:
+        if user.target is qdq.quantize_per_tensor and not isinstance(user.args[1], Node):
+            scale: Any = user.args[1]
+            steps = x.double() / scale
+            near = (steps - steps.floor() - 0.5).abs() < TIE
+            x = torch.where(near, ((steps.floor() + 0.25) * scale).to(x.dtype), x)
+    return x
+
+
 RANDOM = "random inputs"
 """The kind of the first batches of `Trial.all_inputs`."""
 Value = TypeVar("Value")
@@ -490,7 +516,7 @@ class Trial:
     @_Once
     def all_inputs(self) -> list[tuple[str, Inputs]]:
         """Random inputs other than those of calibration, and extreme ones, each with its kind."""
-        batches = self.batches("evaluation")
+        batches = [_off_ties(batch, self.converted) for batch in self.batches("evaluation")]
         return [
             *((RANDOM, batch) for batch in batches),
             *(("inputs at the ends of their range", batch) for batch in extremes(batches[0])),
