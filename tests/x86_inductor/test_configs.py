@@ -50,6 +50,8 @@ class TestNames:
             ({"is_dynamic": True}, "dynamic"),
             ({"is_dynamic": True, "reduce_range": True}, "dynamic, activations [0, 127]"),
             ({"is_dynamic": True, "per_token": True}, "dynamic per token"),
+            ({"is_dynamic": True, "per_token": True, "group_size": 32},
+             "dynamic int4 groups of 32 per token"),
             (WEIGHT_ONLY, "weight-only int8"),
             ({**WEIGHT_ONLY, "group_size": 64}, "weight-only int4 groups of 64"),
             ({**WEIGHT_ONLY, "group_size": 64, "symmetric": True},
@@ -90,7 +92,7 @@ class TestNames:
     def test_those_of_the_backend(self) -> None:
         assert list(qompose.backend.load_backend("x86_inductor").configs) == [
             "static", "static, activations [0, 127]", "static, with attention", "dynamic",
-            "dynamic per token",
+            "dynamic per token", "dynamic int4 groups of 32 per token",
             "weight-only int8", "weight-only int4 groups of 32",
             "weight-only int4 groups of 32, weights symmetric", "weight-only int4 groups of 128",
             "weight-only float16",

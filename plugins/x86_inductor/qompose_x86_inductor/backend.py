@@ -52,7 +52,7 @@ class X86InductorBackend(Backend):
             return {**gemm_template.options(graph), **native_calls.options(graph)}
 
     def without_native_code(self) -> X86InductorBackend | None:
-        return X86InductorBackend(native_code=False) if vnni.available() else None
+        return X86InductorBackend(native_code=False) if self._native_code else None
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
         return machine_requirements.requirements(uses)

@@ -10,7 +10,7 @@ from qompose.errors import ConfigError
 from qompose.observers import PlaceholderObserver
 
 from qompose_x86_inductor.onednn import exactness
-from qompose_x86_inductor.operators.linear_weight_only import GROUP_SIZES
+from qompose_x86_inductor.operators.linear_packed import GROUP_SIZES
 
 ATTENTION = "attention"
 """The option of the rules for attention (`QuantizationConfig.options`)."""
@@ -57,7 +57,7 @@ def get_default_x86_inductor_quantization_config(
             127 for other weights alone, else what `isa` multiplies exactly. With -4 and 3 (three bits) or -2
             and 1, kernels hold four bits with groups and eight without; a file holds three or two.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
-            bfloat16. For linear, with weights alone.
+            bfloat16. For linear, with weights alone or with `per_token`.
         symmetric: True leaves groups without zero points. Else each has one, in a byte more, so that its
             integers cover the range of its values and no more. Other weights never have any.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
@@ -86,6 +86,8 @@ def get_default_x86_inductor_quantization_config(
             further to one side.
     """
     _check(reduce_range, weight_only, per_token, isa)
+    if group_size is not None and is_dynamic and not per_token:
+        raise ConfigError(f"group_size={group_size} with is_dynamic=True needs per_token=True")
     if attention and (is_dynamic or weight_only):
         raise ConfigError(
             "attention=True needs static activations: it excludes is_dynamic=True and weight_only=True"
@@ -99,6 +101,7 @@ def get_default_x86_inductor_quantization_config(
         weight=exactness.FULL,  # others are named, so that a name means the same on every processor
         outputs=False,
         group_sizes=GROUP_SIZES,
+        group_modes=("weight-only", "dynamic"),
         symmetric_groups=False,
         head=_head,
     )
@@ -157,6 +160,7 @@ def named() -> dict[str, QuantizationConfig]:
         make(attention=True),
         make(is_dynamic=True),
         make(is_dynamic=True, per_token=True),
+        make(is_dynamic=True, per_token=True, group_size=32),
         make(weight_only=True),
         make(weight_only=True, group_size=32),
         make(weight_only=True, group_size=32, symmetric=True),

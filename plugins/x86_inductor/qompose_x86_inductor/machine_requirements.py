@@ -23,14 +23,20 @@ ANY: Final = "avx2"
 def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
     """Return what `Backend.requirements` does: {"isa": "vnni"} or {"isa": "avx2"}, nothing without products.
 
-    Weight-only products have a form for every processor, so they require nothing.
+    Weights of `linear_packed` require nothing: it is exact on every processor.
     """
     weights = [
-        use.specs["weight"] for use in uses if use.mode != "weight-only" and "weight" in use.specs
+        use.specs["weight"]
+        for use in uses
+        if "weight" in use.specs and use.mode != "weight-only" and not _is_by_row(use)
     ]
     if not weights:
         return {}
     return {ISA: ANY if all(map(_is_narrow, weights)) else EXACT}
+
+
+def _is_by_row(use: RuleUse) -> bool:
+    return getattr(use.specs.get("activation"), "block_size", None) is not None
 
 
 def _is_narrow(weight: QuantizationSpecBase) -> bool:

@@ -80,7 +80,7 @@ ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
     "a product in float": (Model(similar, inner=perceptron()), rows(3), {}, False),
     "a gru": (Model(recurrent, inner=perceptron(), gru=nn.GRU(16, 8, batch_first=True)), rows(6), {}, False),
     "dynamic": (perceptron(), rows(2), {"is_dynamic": True}, False),
-    "per token": (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
+    "per token": (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, False),
     "weight-only": (perceptron(), rows(2), {"weight_only": True}, False),
 }  # fmt: skip
 
@@ -115,7 +115,6 @@ COMPILED = {
     "relu": (perceptron(), {}), "hardswish": (perceptron(nn.Hardswish), {}),
     "leaky_relu": (perceptron(nn.LeakyReLU), {}), "relu6": (perceptron(nn.ReLU6), {}),
     "tanh": (perceptron(nn.Tanh), {}), "add": (skip(), {}),
-    "per token": (skip(), {"is_dynamic": True, "per_token": True}),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import Output, Product, ProductCall, Summand
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
+from qompose_x86_inductor.operators import linear_packed
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -160,7 +161,9 @@ def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
-    assert native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True)) == {}
+    assert native_calls.options(lowered(nn.ReLU(), image)) == {}
+    weights = native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True))
+    assert list(weights["aot_inductor.custom_ops_to_c_shims"]) == [linear_packed.OPERATOR]
 
 
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:
@@ -245,8 +248,7 @@ def test_a_backend_without_it_leaves_products_to_onednn() -> None:
     graph = small()
     assert not native_calls.options(graph).keys() & plain.compiler_options(graph).keys()
     assert not any(vnni.PRODUCT in node.args for node in plain.for_compiler(graph).graph.nodes)
-    with vnni.used_if(False):
-        assert X86InductorBackend().without_native_code() is None
+    assert plain.without_native_code() is None
 
 
 def test_it_is_off_for_one_thread_and_one_call() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose.backend import kit
-from qompose_x86_inductor.onednn import calls, exactness, packed_weights
+from qompose_x86_inductor.onednn import exactness, packed_weights
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
-from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph, linear_per_token_in_graph
+from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph
 from torch import Tensor, nn
 
 OPS = torch.ops.qompose_x86
@@ -48,22 +48,6 @@ def per_tensor_exactly(
     shifted = kit.quantize(x, scale, point, *bounds, torch.uint8).double() - point.double()
     unit = scales.double() * scale.double()
     return scaled(shifted, weight, unit, bias)
-
-
-def per_token_exactly(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, symmetric: bool
-) -> tuple[Tensor, Tensor]:
-    rows = x.reshape(-1, x.shape[-1])
-    scale, point = kit.choose_qparams_per_row(rows, symmetric=symmetric)
-    shifted = kit.quantize_rows(rows, scale, point).double()
-    # The kernel sums the integers as they are, and the zero points apart.
-    size = (shifted.abs() + 128) @ weight.double().abs().T
-    shifted = shifted if point is None else shifted - point.double()
-    unit = scales.double() * scale.double()
-    exact, _ = scaled(shifted, weight, unit, bias)
-    size = size * unit + (0 if bias is None else bias.double().abs())
-    shape = (*x.shape[:-1], len(weight))
-    return exact.view(shape), size.view(shape)
 
 
 def scaled(
@@ -120,111 +104,52 @@ class TestPerTensor:
 ZEROS = torch.zeros(6, dtype=torch.int32)
 
 
-class TestPerToken:
-    @MODEST
-    @given(products(), st.sampled_from([0.0, 3.0, -100.0]), st.booleans())
-    def test_is_the_scaled_integer_sum(self, given: Any, offset: float, symmetric: bool) -> None:
-        """Rows begin elsewhere than at zero, by some times what they are large."""
-        x, *constants = given
-        offsets = torch.tensor([0.0, offset, -offset])[torch.arange(x[..., :1].numel()) % 3]
-        x = x + offsets.view(x[..., :1].shape) * x.abs().mean()
-        exact, size = per_token_exactly(x, *constants, symmetric)
-        assert_close(OPS.linear_dynamic_per_token(x, *constants, symmetric), exact, size)
-
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_rows_do_not_depend_on_each_other(self, symmetric: bool) -> None:
-        x, weight, scales, bias = operands(0, 4, 40)
-        x = x * torch.tensor([[1.0], [1e-20], [1e20], [0.0]])
-        whole = OPS.linear_dynamic_per_token(x, weight, scales, bias, symmetric)
-        rows = [OPS.linear_dynamic_per_token(row, weight, scales, bias, symmetric) for row in x]
-        assert torch.equal(whole, torch.stack(rows))
-
-    @pytest.mark.parametrize("symmetric", [True, False])
-    @pytest.mark.parametrize("value", NOT_FINITE)
-    def test_what_is_not_finite_shows_in_its_row_only(self, value: float, symmetric: bool) -> None:
-        x, weight, scales, bias = operands(0, 3, 8)
-        x[1, 2] = value
-        actual = OPS.linear_dynamic_per_token(x, weight, scales, bias, symmetric)
-        assert actual.isfinite().all(1).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_onednn_gets_no_int8_inputs_for_which_it_has_slow_code_alone(
-    symmetric: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dtypes, linear = [], calls.linear
-
-    def noting(product: Any, *rest: Any) -> Tensor:
-        dtypes.append(product.x.dtype)
-        return linear(product, *rest)
-
-    monkeypatch.setattr(calls, "linear", noting)
-    x, weight, scales, bias = operands(0, 3, 40)
-    constants = (weight.clamp(*exactness.NARROW), scales, bias)
-    OPS.linear_dynamic_per_token(x, *constants, symmetric)
-    linear_per_token_in_graph(
-        x, *constants, symmetric, zero_points=torch.zeros(6, dtype=torch.int32)
-    )
-    assert dtypes == [torch.uint8] * 2
-
-
 def per_tensor(*operands: Tensor) -> Tensor:
     return OPS.linear_dynamic(*operands, *WHOLE)  # type: ignore[no-any-return]
 
 
-def per_token(*operands: Tensor) -> Tensor:
-    return OPS.linear_dynamic_per_token(*operands, False)  # type: ignore[no-any-return]
+def in_graph(*operands: Tensor) -> Tensor:
+    return linear_in_graph(*operands, *WHOLE, zero_points=ZEROS)
 
 
-IN_GRAPH: dict[Any, Callable[..., Tensor]] = {
-    per_tensor: lambda *given: linear_in_graph(*given, *WHOLE, zero_points=ZEROS),
-    per_token: lambda *given: linear_per_token_in_graph(*given, False, zero_points=ZEROS),
-}
-
-
-@pytest.mark.parametrize("operator", [per_tensor, per_token])
-class TestBoth:
-    def test_layouts_and_modes_change_nothing(self, operator: Callable[..., Tensor]) -> None:
+class TestOperator:
+    def test_layouts_and_modes_change_nothing(self) -> None:
         x, *rest = operands(0, 2, 5, 16)
-        whole = operator(x, *rest)
+        whole = per_tensor(x, *rest)
         spread = torch.randn(5, 2, 32)[..., ::2].transpose(0, 1).copy_(x)
         assert not spread.is_contiguous()
-        assert torch.equal(operator(spread, *rest), whole)
+        assert torch.equal(per_tensor(spread, *rest), whole)
         with torch.inference_mode():
-            assert torch.equal(operator(x.clone(), *(t.clone() for t in rest)), whole)
+            assert torch.equal(per_tensor(x.clone(), *(t.clone() for t in rest)), whole)
 
     @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (3, 0)])
-    def test_what_is_empty_gives_the_bias(
-        self, operator: Callable[..., Tensor], shape: tuple[int, ...]
-    ) -> None:
+    def test_what_is_empty_gives_the_bias(self, shape: tuple[int, ...]) -> None:
         x, weight, scales, bias = operands(0, *shape)
-        actual = operator(x, weight, scales, bias)
+        actual = per_tensor(x, weight, scales, bias)
         assert actual.shape == (*shape[:-1], 6)
         assert torch.equal(actual, bias.expand(*shape[:-1], 6))
 
     def test_where_onednn_would_not_be_exact_the_sums_still_are(
-        self, operator: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         given = operands(0, 3, 64, extreme=True)
-        wanted = operator(*given)
+        wanted = per_tensor(*given)
         monkeypatch.setattr(exactness, "admits", lambda weight: False)
         x, weight, *rest = given
         again = weight.clone()
-        torch.testing.assert_close(operator(x, again, *rest), wanted, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(per_tensor(x, again, *rest), wanted, rtol=1e-6, atol=1e-5)
         assert packed_weights.linear(again).weight is None
 
-    def test_other_inputs_are_named(self, operator: Callable[..., Tensor]) -> None:
+    def test_other_inputs_are_named(self) -> None:
         x, *rest = operands(0, 3, 8)
-        for function, device in itertools.product((operator, IN_GRAPH[operator]), ("cpu", "meta")):
+        for function, device in itertools.product((per_tensor, in_graph), ("cpu", "meta")):
             with pytest.raises(ValueError, match=r"linear_dynamic.*float16"):
                 function(*(v.to(device) for v in (x.half(), *rest)))
             with pytest.raises(ValueError, match=r"linear_dynamic.*\(3, 7\)"):
                 function(*(v.to(device) for v in (x[:, :7], *rest)))
 
-    def test_torch_knows_it(self, operator: Callable[..., Tensor]) -> None:
-        per = OPS.linear_dynamic if operator is per_tensor else OPS.linear_dynamic_per_token
-        rest = WHOLE if operator is per_tensor else (False,)
-        torch.library.opcheck(per.default, (*operands(0, 2, 3, 8), *rest))
+    def test_torch_knows_it(self) -> None:
+        torch.library.opcheck(OPS.linear_dynamic.default, (*operands(0, 2, 3, 8), *WHOLE))
 
 
 class Traced(nn.Module):
@@ -244,8 +169,6 @@ class Traced(nn.Module):
     [
         (linear_in_graph, OPS.linear_dynamic, (*WHOLE, "gelu", [], "tanh")),
         (linear_in_graph, OPS.linear_dynamic, (0, 127, EPS, "relu")),
-        (linear_per_token_in_graph, OPS.linear_dynamic_per_token, (False,)),
-        (linear_per_token_in_graph, OPS.linear_dynamic_per_token, (True,)),
     ],
 )
 def test_in_a_graph_it_is_the_same_without_our_operators(

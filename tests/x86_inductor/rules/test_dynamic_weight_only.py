@@ -17,6 +17,7 @@ from qompose_x86_inductor import (
     get_default_x86_inductor_quantization_config,
     get_x86_inductor_linear_dynamic_fp16_config,
 )
+from qompose_x86_inductor.operators import linear_packed
 from torch import Tensor, nn
 
 from tests.core.toy import Model, sqnr
@@ -71,6 +72,8 @@ class TestLanguageModel:
             ({"is_dynamic": True}, {"linear_dynamic": 4, "linear_dynamic_gelu": 1}, KERNELS[:1], 36),
             ({"is_dynamic": True, "per_token": True}, {"linear_dynamic_per_token": 5},
              KERNELS[:1], 38),
+            ({"is_dynamic": True, "per_token": True, "group_size": 32},
+             {"linear_dynamic_per_token_groups": 5}, KERNELS[:1], 21),
         ],
     )  # fmt: skip
     def test_all_linears_have_a_kernel(
@@ -124,27 +127,27 @@ class TestLanguageModel:
 def test_three_and_two_bits(
     language: Any, tmp_path: Path, bits: int, least: float, group_size: int | None
 ) -> None:
-    """Kernels multiply them exactly, and a file holds so many bits of each."""
+    """Kernels multiply them exactly, and a file of the converted model holds so many bits of each."""
     model, tokens = language
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     options: dict[str, Any] = {"weight_qmin": low, "weight_qmax": high, "group_size": group_size}
     converted, lowered = quantized(model, CONFIG(weight_only=True, **options), tokens)
-    report = qompose.report(lowered)
-    rows = [row for row in report.rows if row.operator == "aten.linear"]
+    rows = [row for row in qompose.report(lowered).rows if row.operator == "aten.linear"]
     assert {row.state for row in rows} == {KERNELS[1]}
     assert sqnr(converted(tokens), lowered(tokens)) > 100
     assert sqnr(model(tokens), lowered(tokens)) > least
     weights = [b for name, b in converted.named_buffers() if name.endswith("weight_q")]
     assert all(int(b.min()) >= low and int(b.max()) <= high for b in weights)
     saved = sum(b.numel() for b in weights) * (8 - bits) // 8
-    held = qompose.report(converted).bytes_after
+    report = qompose.report(converted)
+    held = report.bytes_after
     assert 0 <= held - saved - report.file_bytes < 0.05 * report.file_bytes
     assert f"{report.file_bytes:,} in a file" in str(report)
-    qompose.save(lowered, tmp_path / "model.qompose")
+    qompose.save(converted, tmp_path / "model.qompose")
     described = 2**16  # the program, in JSON
     assert 0 < (tmp_path / "model.qompose").stat().st_size - report.file_bytes < described
     again = qompose.load(tmp_path / "model.qompose")
-    assert torch.equal(again(tokens), lowered(tokens))
+    assert torch.equal(qompose.lower(again)(tokens), lowered(tokens))
     assert qompose.report(again).file_bytes == report.file_bytes
 
 
@@ -177,8 +180,8 @@ def test_rows_may_be_symmetric() -> None:
     config = dynamic(**by_row, qscheme=torch.per_channel_symmetric)
     converted, lowered = quantized(model, config, x)
     (call,) = [node for node in lowered.graph.nodes if node.op == "call_function"]
-    assert call.target is torch.ops.qompose_x86.linear_dynamic_per_token.default
-    assert call.args[-1] is True
+    assert call.target is linear_packed.OPERATOR
+    assert call.args[-1][-1] == linear_packed.Rows.SYMMETRIC  # type: ignore[index]
     assert sqnr(converted(x), lowered(x)) > 90
 
 
@@ -216,3 +219,16 @@ def test_weights_alone_stay_where_autocast_decides_the_type(group_size: int | No
     assert lowered(x).dtype is torch.bfloat16
     (row,) = (row for row in qompose.report(lowered).rows if row.operator == "aten.linear")
     assert "bfloat16" in row.reason
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight_only": True}, {"is_dynamic": True, "per_token": True}]
+)
+def test_four_bits_take_half_a_byte_and_nothing_else_is_kept(options: Any) -> None:
+    """Not the int8 weight that was packed, nor floats; saved and loaded, it is the same."""
+    model, x = nn.Sequential(nn.Linear(256, 512, bias=False)).eval(), torch.randn(3, 256)
+    _, lowered = quantized(model, CONFIG(**options, group_size=32, symmetric=True), x)
+    held = sum(t.nbytes for t in (*lowered.buffers(), *lowered.parameters()))
+    columns = 4 * 512 if "is_dynamic" in options else 0
+    assert held == 256 * 512 // 2 + 2 * 256 * 512 // 32 + columns
+    assert qompose.report(lowered).bytes_after == held

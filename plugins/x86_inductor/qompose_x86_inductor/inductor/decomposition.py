@@ -24,6 +24,7 @@ from qompose_x86_inductor.inductor import (
     native_calls,
     native_recurrent,
 )
+from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
 from qompose_x86_inductor.operators import (
@@ -32,6 +33,7 @@ from qompose_x86_inductor.operators import (
     elementwise,
     linear,
     linear_dynamic,
+    linear_packed,
     linear_weight_only,
     pooling,
     recurrent,
@@ -65,9 +67,7 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Any]]] = {
     _OPS.linear.default: linear.linear_in_graph,
     _OPS.linear_add.default: linear.linear_add_in_graph,
     _OPS.linear_dynamic.default: linear_dynamic.linear_in_graph,
-    _OPS.linear_dynamic_per_token.default: linear_dynamic.linear_per_token_in_graph,
-    _OPS.linear_int8_weight.default: linear_weight_only.int8_weight_in_graph,
-    _OPS.linear_int4_weight.default: linear_weight_only.int4_weight_in_graph,
+    _OPS.linear_packed.default: linear_packed.reference,
     _OPS.linear_float16_weight.default: linear_weight_only.float16_weight_in_graph,
     _OPS.conv2d.default: conv2d.conv2d_in_graph,
     _OPS.conv2d_add.default: conv2d.conv2d_add_in_graph,
@@ -79,11 +79,6 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Any]]] = {
     _OPS.attention.default: attention.attention_in_graph,
     **dict.fromkeys(native_recurrent.OPERATORS, recurrent.recurrent_in_graph),
 }
-
-_IN_FLOAT: Final[dict[Any, Callable[..., Tensor]]] = {
-    _OPS.linear_int8_weight.default: linear_weight_only.int8_weight_in_float,
-}
-"""What computes a call whose integers oneDNN would not multiply exactly; others stay as they are."""
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -106,10 +101,6 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
     """Retarget one call of ours, in place; Inductor's own template may compute it if `templated`."""
     arguments, decomposition = _arguments(node), _DECOMPOSITIONS[node.target]
-    if node.target in _IN_FLOAT:
-        weight = _attribute(gm, arguments["weight"])
-        if weight is None or not linear_weight_only.multiplies_integers(weight):
-            decomposition = _IN_FLOAT[node.target]
     parameters = inspect.signature(decomposition).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in parameters:  # it multiplies integers
@@ -130,6 +121,8 @@ def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
 
 def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]) -> bool:
     """Return whether our own C++ computes a call, which then calls that."""
+    if node.target is linear_packed.OPERATOR:
+        return vnni.wanted()
     if node.target is native_attention.OPERATOR:
         return native_attention.replace(node, [*_arguments(node).values()])
     if node.target in native_recurrent.OPERATORS:

@@ -14,7 +14,7 @@ relu       0.42  0.73  0.72  0.91  0.95   1.03
 =========  ====  ====  ====  ====  ====  =====
 
 For gelu and tanh Inductor's polynomials are slower: 0.72 at 16 rows of 768, 1.10 and 1.35 at 128. Where
-our own C++ is used (`native.vnni`), this concerns only products that are quantized by row.
+our own C++ is used (`native.vnni`), this concerns nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
-from qompose_x86_inductor.operators import linear_weight_only
 
 MOST_ROWS: Final = 256
 SLOW_FUNCTIONS: Final = ("gelu", "tanh")
@@ -46,8 +45,7 @@ OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 _OPS: Final = getattr(torch.ops, NAMESPACE)
-_PER_TOKEN: Final = _OPS.linear_dynamic_per_token
-_OURS: Final = (_OPS.linear, _OPS.linear_add, _PER_TOKEN)
+_OURS: Final = (_OPS.linear, _OPS.linear_add)
 _IN_FLOAT: Final = (_OPS.attention, _OPS.lstm, _OPS.gru)
 _WRONG: Final = _OPS.linear_dynamic
 _aten: Final = torch.ops.aten
@@ -55,7 +53,7 @@ _OTHER_PRODUCTS: Final = frozenset(
     {
         _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot,
         _aten._trilinear, _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
-        *(getattr(_OPS, name) for name in linear_weight_only.SCHEMAS),
+        _OPS.linear_packed, _OPS.linear_float16_weight,
     }
 )  # fmt: skip
 """Other products: `OPTIONS` would change their code, or Inductor would find no template for them and fail."""
@@ -64,7 +62,7 @@ _OTHER_PRODUCTS: Final = frozenset(
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
     calls = [node for module in _graphs(graph) for node in module.graph.nodes]
-    products = (_PER_TOKEN,) if vnni.available() else _OURS
+    products = () if vnni.available() else _OURS
     ours = (node for node in calls if _packet(node) in products)
     return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention, native_recurrent
-from qompose_x86_inductor.native import vnni, vnni_attention, vnni_recurrent
+from qompose_x86_inductor.native import packed_linear, vnni, vnni_attention, vnni_recurrent
 from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
 from qompose_x86_inductor.onednn.arguments import (
     NAMESPACE,
@@ -26,6 +26,7 @@ from qompose_x86_inductor.onednn.arguments import (
     ProductCall,
     flip_sign_bit,
 )
+from qompose_x86_inductor.operators import linear_packed
 
 _OPS: Final = getattr(torch.ops, NAMESPACE)
 PRODUCTS: Final = {
@@ -118,14 +119,18 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
+    called = {node.target for node in graph.graph.nodes}
+    shims: dict[Any, list[str]] = {}
     known = {native_attention.OPERATOR, *native_recurrent.OPERATORS}
-    has_others = any(node.target in known for node in graph.graph.nodes)
-    if not _has_products(graph) and not (has_others and vnni.available()):
+    if _has_products(graph) or (not called.isdisjoint(known) and vnni.available()):
+        others = {vnni_attention.ATTENTION: vnni_attention.DECLARATION, **vnni_recurrent.DECLARATIONS}
+        shims = {**vnni.shims(), **{operator: [text] for operator, text in others.items()}}
+    if linear_packed.OPERATOR in called and vnni.wanted():
+        shims[linear_packed.OPERATOR] = [packed_linear.shim()]
+    if not shims:
         return {}
     from torch._inductor.cpp_builder import is_gcc
 
-    others = {vnni_attention.ATTENTION: vnni_attention.DECLARATION, **vnni_recurrent.DECLARATIONS}
-    shims = {**vnni.shims(), **{operator: [text] for operator, text in others.items()}}
     found = {"cpp_wrapper": True, _OPTION: shims}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that replace dynamically quantized linears."""
+"""The call that replaces linears whose input is quantized when they run, with one scale."""
 
 from __future__ import annotations
 
@@ -39,19 +39,6 @@ class PerTensorEmitter(ProductEmitter):
             source.eps,
             *self.post_op(region),
         )
-
-
-def per_token(region: Region) -> Node:
-    """Emit a linear of floats that are dynamically quantized, each row by itself.
-
-    Raises:
-        NotLowerable: the rows are not quantized to the whole of int8.
-    """
-    source = region.dynamic("input")
-    if source.dims != 1 or (source.low, source.high, source.dtype) != (-128, 127, torch.int8):
-        raise NotLowerable(f"{source.node.name} is not quantized to the whole of int8 by row")
-    operator = _OPS.linear_dynamic_per_token.default
-    return region.call(operator, *_constants(region, source), source.symmetric)
 
 
 def _constants(region: Region, source: DynamicTensor) -> list[Any]:

@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators qompose_x86::vnni_* and quantize_planes for compiled programs, which include this file. Their
-// functions are of C: what goes wrong is a line on stderr, as torch's own code for packages writes it, and an
-// error code, which torch turns into an exception.
+// The operators qompose_x86::vnni_* and quantize_planes for compiled programs, which include this file.
 #pragma once
 
 #include <immintrin.h>
 #include <omp.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <initializer_list>
-#include <iostream>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -26,43 +20,9 @@
 #include "attention.h"
 #include "recurrent.h"
 #pragma GCC pop_options
+#include "tensors.h"
 
 namespace qompose_x86 {
-
-inline void check(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("torch refuses a tensor");
-}
-
-inline void require(bool condition, const char* otherwise) {
-  if (!condition) throw std::invalid_argument(otherwise);
-}
-
-// Run what may throw, for a caller that must not see it.
-template <typename Body>
-AOTITorchError without_exceptions(const char* name, Body body) noexcept {
-  try {
-    body();
-    return AOTI_TORCH_SUCCESS;
-  } catch (const std::exception& error) {
-    std::cerr << "Error: qompose_x86::" << name << ": " << error.what() << std::endl;
-  } catch (...) {
-    std::cerr << "Error: qompose_x86::" << name << std::endl;
-  }
-  return AOTI_TORCH_FAILURE;
-}
-
-template <typename T>
-T* data_of(AtenTensorHandle tensor) {
-  void* data = nullptr;
-  check(aoti_torch_get_data_ptr(tensor, &data));
-  return static_cast<T*>(data);
-}
-
-inline int32_t dtype_of(AtenTensorHandle tensor) {
-  int32_t dtype = 0;
-  check(aoti_torch_get_dtype(tensor, &dtype));
-  return dtype;
-}
 
 inline int32_t dtype_of(Kind kind) {
   return kind == UINT8  ? aoti_torch_dtype_uint8()
@@ -77,20 +37,6 @@ inline Kind kind_of(AtenTensorHandle tensor) {
   throw std::invalid_argument("a tensor is neither uint8, int8 nor float32");
 }
 
-inline int64_t count_of(AtenTensorHandle tensor) {
-  int64_t count = 0;
-  check(aoti_torch_get_numel(tensor, &count));
-  return count;
-}
-
-// Data of a constant, which has so many values of a type.
-template <typename T>
-const T* values_of(AtenTensorHandle tensor, int32_t dtype, int64_t count) {
-  require(dtype_of(tensor) == dtype, "a constant has another type");
-  require(count_of(tensor) == count, "a constant has another size");
-  return data_of<T>(tensor);
-}
-
 // Sizes of a tensor of four axes without gaps, as compilers are told to give it.
 inline const int64_t* sizes_of(AtenTensorHandle tensor) {
   int64_t *sizes = nullptr, *strides = nullptr, axes = 0, step = 1;
@@ -101,12 +47,6 @@ inline const int64_t* sizes_of(AtenTensorHandle tensor) {
   for (int axis = 3; axis >= 0; step *= std::max<int64_t>(1, sizes[axis--]))
     require(sizes[axis] <= 1 || strides[axis] == step, "a tensor is not contiguous");
   return sizes;
-}
-
-inline int available_threads() {
-  uint32_t count = 1;
-  check(torch_get_num_threads(&count));
-  return static_cast<int>(count);
 }
 
 // A tensor of at most four axes that is deleted unless it is given away.

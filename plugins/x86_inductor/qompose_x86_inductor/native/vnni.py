@@ -51,9 +51,14 @@ FUNCTIONS: Final = (
 _used: Final = ContextVar("used", default=True)
 
 
+def wanted() -> bool:
+    """Return whether compiled programs may use C++ of our own."""
+    return _used.get()
+
+
 def available() -> bool:
     """Return whether compiled programs may use the C++: it is for this machine, and not turned off."""
-    return _used.get() and fits_machine()
+    return wanted() and fits_machine()
 
 
 @contextmanager
@@ -330,7 +335,7 @@ def shims() -> dict[Any, list[str]]:
         for name, (operator, arguments) in zip(_SCHEMAS, declared.items(), strict=True)
     }
     (first,) = texts[PRODUCT]
-    code = f'extern "C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER.as_posix()}"\n}}'
+    code = f'extern "C++" {{  // {digest(_HEADER.parent)}\n#include "{_HEADER.as_posix()}"\n}}'
     texts[PRODUCT] = [f"{first};\n{code}"]
     return texts
 
@@ -342,7 +347,7 @@ def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
     return name
 
 
-def _digest(folder: Path) -> str:
-    """Return a hash of the C++ headers."""
+def digest(folder: Path) -> str:
+    """Return a hash of the C++ headers of a folder."""
     contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]

@@ -1,0 +1,516 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linears by weights of four or eight bits, with scales for groups of inputs, as native/packed_linear.py packs
+// them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX-512 and VNNI the
+// latter are multiplied as bytes; elsewhere their integers are multiplied as floats, which is as exact: a
+// group of four bits sums to less than 2 ** 24.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "threads.h"
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace qompose_x86 {
+namespace packed {
+
+constexpr int LANES = 16;  // output channels of a panel
+constexpr int UNIT = 8;    // inputs that are packed together
+
+enum RowMode { FLOATS, SYMMETRIC, AFFINE };
+
+struct Linear {
+  int64_t rows, depth, channels, group;  // depth: in whole units
+  int bits;
+  RowMode mode;
+  const uint8_t* weight;      // [panel][unit][lane], 4 * bits bytes for each lane and unit: see `value`
+  const void* scales;         // [panel][group][lane], float32 or bfloat16
+  bool half_scales;
+  const int8_t* zero_points;  // [panel][group][lane], or none
+  const float* columns;       // by channel: the sum of its weights. For rows with zero points
+  const float* bias;          // by channel, or none
+  float* out;
+
+  int64_t panels() const { return (channels + LANES - 1) / LANES; }
+  int64_t groups() const { return group ? depth / group : 0; }
+  int64_t unit_bytes() const { return LANES * bits; }
+  const uint8_t* weight_at(int64_t panel, int64_t k) const {
+    return weight + (panel * depth + k) / UNIT * unit_bytes();
+  }
+};
+
+// -- sixteen numbers
+#ifdef __AVX512F__
+using Floats = __m512;
+using Ints = __m512i;
+inline Floats all(float value) { return _mm512_set1_ps(value); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
+inline Floats madd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats load_some(const float* from, int64_t count) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+}
+inline void store_some(float* to, Floats v, int64_t count) {
+  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), v);
+}
+inline Ints load_lanes(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Floats from_halves(const uint16_t* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline Ints widened(const int8_t* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+typedef uint32_t Unsigned __attribute__((vector_size(64)));
+typedef int32_t Signed __attribute__((vector_size(64)));
+inline Floats nibble(Ints lanes, int shift) {
+  const Floats values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm512_permutexvar_ps((Ints)((Unsigned)lanes >> shift), values);
+}
+inline Floats byte_of(Ints lanes, int shift) {
+  return to_floats((Ints)((Signed)((Unsigned)lanes << (24 - shift)) >> 24));
+}
+#else
+struct Floats {
+  float v[LANES];
+};
+struct Ints {
+  int32_t v[LANES];
+};
+template <typename To, typename Function>
+inline To each(Function function) {
+  To result;
+  for (int i = 0; i < LANES; ++i) result.v[i] = function(i);
+  return result;
+}
+inline Floats all(float value) {
+  return each<Floats>([&](int) { return value; });
+}
+inline Floats load(const float* from) {
+  return each<Floats>([&](int i) { return from[i]; });
+}
+inline void store(float* to, const Floats& a) { std::memcpy(to, a.v, sizeof a.v); }
+inline Floats madd(const Floats& a, const Floats& b, const Floats& c) {
+  return each<Floats>([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline Floats load_some(const float* from, int64_t count) {
+  return each<Floats>([&](int i) { return i < count ? from[i] : 0.0f; });
+}
+inline void store_some(float* to, const Floats& a, int64_t count) {
+  std::memcpy(to, a.v, sizeof(float) * count);
+}
+inline Ints load_lanes(const uint8_t* from) {
+  Ints result;
+  std::memcpy(result.v, from, sizeof result.v);
+  return result;
+}
+inline Floats from_halves(const uint16_t* from) {
+  const Ints bits = each<Ints>([&](int i) { return static_cast<int32_t>(uint32_t(from[i]) << 16); });
+  Floats result;
+  std::memcpy(result.v, bits.v, sizeof result.v);
+  return result;
+}
+inline Ints widened(const int8_t* from) {
+  return each<Ints>([&](int i) { return from[i]; });
+}
+inline Floats to_floats(const Ints& a) {
+  return each<Floats>([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline Floats nibble(const Ints& a, int shift) {
+  return each<Floats>([&](int i) { return static_cast<float>(((a.v[i] >> shift) & 15) - 8); });
+}
+inline Floats byte_of(const Ints& a, int shift) {
+  return each<Floats>([&](int i) {
+    return static_cast<float>(static_cast<int32_t>(uint32_t(a.v[i]) << (24 - shift)) >> 24);
+  });
+}
+#endif
+
+// Weight `i` of a unit, for all lanes, from its bytes. Of four bits: 4 bytes for each lane, whose low halves
+// are inputs 0 to 3, and whose high halves 4 to 7, each 8 more than its value.
+template <int BITS>
+inline Floats value(const Ints* lanes, int i) {
+  if constexpr (BITS == 4) return nibble(lanes[0], 8 * (i % 4) + 4 * (i / 4));
+  return byte_of(lanes[i / 4], 8 * (i % 4));
+}
+
+inline Floats scale_of(const Linear& p, int64_t panel, int64_t g) {
+  const int64_t at = (panel * p.groups() + g) * LANES;
+  if (p.half_scales) return from_halves(static_cast<const uint16_t*>(p.scales) + at);
+  return load(static_cast<const float*>(p.scales) + at);
+}
+
+inline Ints zero_points_of(const Linear& p, int64_t panel, int64_t g) {
+  return widened(p.zero_points + (panel * p.groups() + g) * LANES);
+}
+
+// -- rows
+struct alignas(64) Line {
+  float f[LANES];
+};
+using Scratch = std::vector<Line>;
+
+// The rows as they are multiplied, in whole units: floats, or integers, as bytes or as floats.
+struct Rows {
+  const float* x = nullptr;      // (rows, depth)
+  std::vector<float> own;        // holds x where it is not the caller's
+  std::vector<int8_t> integers;  // (rows, depth)
+  std::vector<float> scales, zero_points;
+  std::vector<float> float_sums;  // (rows, groups): for weights with zero points
+  std::vector<int32_t> sums;      // likewise of integers: for bytes, which are unsigned
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool BYTES = true;
+#else
+constexpr bool BYTES = false;
+#endif
+
+// Choose scale and zero point of a row as `kit.choose_qparams_per_row` does. What is not finite makes the
+// scale, and so the whole row, NaN.
+inline void choose(const float* x, int64_t depth, RowMode mode, float& scale, float& zero_point) {
+  float low[LANES] = {}, high[LANES] = {};
+  bool finite = true;
+  for (int64_t k = 0; k < depth; k += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, depth - k));
+    for (int i = 0; i < count; ++i) {
+      const float v = x[k + i];
+      low[i] = v < low[i] ? v : low[i];
+      high[i] = v > high[i] ? v : high[i];
+      finite &= std::fabs(v) <= std::numeric_limits<float>::max();
+    }
+  }
+  const float least = *std::min_element(low, low + LANES), most = *std::max_element(high, high + LANES);
+  zero_point = 0;
+  if (mode == SYMMETRIC) {
+    scale = std::max(std::max(-least, most), 1e-5f) / 127.0f;
+  } else {
+    scale = std::max((most - least) / 255.0f, std::numeric_limits<float>::epsilon());
+    const float down = least / scale, up = most / scale;
+    const float real = (-128.0f + down) + (127.0f + up) > 0 ? -128.0f - down : 127.0f - up;
+    zero_point = std::nearbyint(std::min(std::max(real, -128.0f), 127.0f));
+  }
+  if (!finite || !(scale <= std::numeric_limits<float>::max()))
+    scale = std::numeric_limits<float>::quiet_NaN();
+}
+
+// Quantize a row, as `kit.quantize_rows` does.
+template <typename Integer>
+void quantize(const float* x, int64_t depth, float scale, float zero_point, Integer* to) {
+  const float inverse = std::isnan(scale) ? 0.0f : 1.0f / scale;
+  for (int64_t k = 0; k < depth; ++k) {
+    float v = x[k] * inverse + zero_point;
+    v = v > -128.0f ? v : -128.0f;  // NaN too
+    v = v < 127.0f ? v : 127.0f;
+    to[k] = static_cast<Integer>(std::nearbyint(v));
+  }
+}
+
+template <typename Value, typename Sum>
+void sum_groups(const Linear& p, const Value* x, Sum* to) {
+  for (int64_t g = 0; g < p.groups(); ++g) {
+    Sum sum = 0;
+    for (int64_t k = g * p.group; k < (g + 1) * p.group; ++k) sum += x[k];
+    to[g] = sum;
+  }
+}
+
+// Return rows of `given` inputs as they are multiplied.
+inline Rows prepared(const Linear& p, const float* x, int64_t given, int threads) {
+  Rows rows;
+  rows.x = x;
+  if (given != p.depth) {
+    rows.own.resize(p.rows * p.depth);
+    for (int64_t m = 0; m < p.rows; ++m) std::copy_n(x + m * given, given, &rows.own[m * p.depth]);
+    rows.x = rows.own.data();
+  }
+  const bool bytes = BYTES && p.mode != FLOATS, floats = !BYTES && p.mode != FLOATS;
+  if (bytes) {
+    rows.integers.resize(p.rows * p.depth);
+    rows.sums.resize(p.rows * p.groups());
+  }
+  std::vector<float> as_floats(floats ? p.rows * p.depth : 0);
+  if (p.mode != FLOATS) {
+    rows.scales.resize(p.rows);
+    rows.zero_points.resize(p.rows);
+  }
+  if (!bytes && p.zero_points) rows.float_sums.resize(p.rows * p.groups());
+  const auto prepare = [&](int, int64_t from, int64_t to) {
+    for (int64_t m = from; m < to; ++m) {
+      const float* row = rows.x + m * p.depth;
+      if (p.mode != FLOATS) {
+        choose(row, p.depth, p.mode, rows.scales[m], rows.zero_points[m]);
+        if (bytes) {
+          int8_t* integers = &rows.integers[m * p.depth];
+          quantize(row, p.depth, rows.scales[m], rows.zero_points[m], integers);
+          sum_groups(p, integers, &rows.sums[m * p.groups()]);
+          continue;
+        }
+        quantize(row, p.depth, rows.scales[m], rows.zero_points[m], &as_floats[m * p.depth]);
+        row = &as_floats[m * p.depth];
+      }
+      if (p.zero_points) sum_groups(p, row, &rows.float_sums[m * p.groups()]);
+    }
+  };
+  if (bytes || floats || !rows.float_sums.empty())
+    in_parallel(threads_for(8 * p.rows * p.depth, p.rows, threads), p.rows, prepare);
+  if (floats) {
+    rows.own = std::move(as_floats);
+    rows.x = rows.own.data();
+  }
+  return rows;
+}
+
+// Bring sums of a row to real units, and write those of the panel's channels.
+inline void finish(const Linear& p, const Rows& rows, int64_t m, int64_t panel, Floats total) {
+  const int64_t channel = panel * LANES, count = std::min<int64_t>(LANES, p.channels - channel);
+  const Floats bias = p.bias ? load_some(p.bias + channel, count) : all(0);
+  if (p.mode == AFFINE)
+    total = madd(all(-rows.zero_points[m]), load_some(p.columns + channel, count), total);
+  total = madd(total, all(p.mode == FLOATS ? 1.0f : rows.scales[m]), bias);
+  store_some(p.out + m * p.channels + channel, total, count);
+}
+
+// -- few rows: weights are made floats in registers
+template <int BITS, int ROWS, int PANELS>
+void float_tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+  Floats total[ROWS][PANELS];
+  const float* x[ROWS];
+  const uint8_t* weight[PANELS];
+  for (int r = 0; r < ROWS; ++r) {
+    x[r] = rows.x + (m + r) * p.depth;
+    for (int j = 0; j < PANELS; ++j) total[r][j] = all(0);
+  }
+  for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
+  for (int64_t g = 0; g < p.groups(); ++g) {
+    Floats sum[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+      for (int j = 0; j < PANELS; ++j) sum[r][j] = all(0);
+    for (int64_t k = g * p.group; k < (g + 1) * p.group; k += UNIT) {
+#pragma GCC unroll 16
+      for (int j = 0; j < PANELS; ++j) {
+        Ints lanes[BITS / 4];
+        for (int i = 0; i < BITS / 4; ++i) lanes[i] = load_lanes(weight[j] + 64 * i);
+        weight[j] += LANES * BITS;
+#pragma GCC unroll 16
+        for (int i = 0; i < UNIT; ++i) {
+          const Floats w = value<BITS>(lanes, i);
+#pragma GCC unroll 16
+          for (int r = 0; r < ROWS; ++r) sum[r][j] = madd(w, all(x[r][k + i]), sum[r][j]);
+        }
+      }
+    }
+    for (int j = 0; j < PANELS; ++j) {
+      const Floats scale = scale_of(p, panel + j, g);
+      const Floats zero = p.zero_points ? to_floats(zero_points_of(p, panel + j, g)) : all(0);
+      for (int r = 0; r < ROWS; ++r) {
+        if (p.zero_points)
+          sum[r][j] = madd(zero, all(-rows.float_sums[(m + r) * p.groups() + g]), sum[r][j]);
+        total[r][j] = madd(sum[r][j], scale, total[r][j]);
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < PANELS; ++j) finish(p, rows, m + r, panel + j, total[r][j]);
+}
+
+// -- many rows: a block of weights is made floats in the first cache
+constexpr int64_t BLOCK = 128;  // inputs
+constexpr int TILE = 8, PAIR = 2;
+
+// Write (k, PAIR * LANES) weights of inputs `first` to `last` as floats.
+template <int BITS>
+void unpack(const Linear& p, int64_t panel, int64_t panels, int64_t first, int64_t last, Line* to) {
+  for (int64_t j = 0; j < panels; ++j) {
+    const uint8_t* weight = p.weight_at(panel + j, first);
+    for (int64_t k = first; k < last; k += UNIT, weight += LANES * BITS) {
+      const int64_t g = k / p.group;
+      const Floats scale = scale_of(p, panel + j, g);
+      const Floats zero = p.zero_points ? to_floats(zero_points_of(p, panel + j, g)) : all(0);
+      const Floats shift = madd(madd(zero, all(-1), all(0)), scale, all(0));
+      Ints lanes[BITS / 4];
+      for (int i = 0; i < BITS / 4; ++i) lanes[i] = load_lanes(weight + 64 * i);
+#pragma GCC unroll 16
+      for (int i = 0; i < UNIT; ++i)
+        store(to[(k - first + i) * PAIR + j].f, madd(value<BITS>(lanes, i), scale, shift));
+    }
+  }
+}
+
+// Add TILE rows of x, (k, TILE), times weights to sums, (TILE, PAIR).
+inline void add_block(const float* x, const Line* weights, int64_t count, Line* sums) {
+  Floats sum[TILE][PAIR];
+#pragma GCC unroll 16
+  for (int r = 0; r < TILE; ++r)
+    for (int j = 0; j < PAIR; ++j) sum[r][j] = load(sums[r * PAIR + j].f);
+  for (int64_t k = 0; k < count; ++k, x += TILE, weights += PAIR) {
+    const Floats left = load(weights[0].f), right = load(weights[1].f);
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE; ++r) {
+      const Floats value = all(x[r]);
+      sum[r][0] = madd(value, left, sum[r][0]);
+      sum[r][1] = madd(value, right, sum[r][1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < TILE; ++r)
+    for (int j = 0; j < PAIR; ++j) store(sums[r * PAIR + j].f, sum[r][j]);
+}
+
+// Write TILE rows from `m` on as (k, TILE); of a last tile, the last row again.
+inline void transpose(const Linear& p, const Rows& rows, int64_t m, float* to) {
+  const float* x[TILE];
+  for (int r = 0; r < TILE; ++r) x[r] = rows.x + std::min(m + r, p.rows - 1) * p.depth;
+  for (int64_t k = 0; k < p.depth; ++k)
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE; ++r) to[k * TILE + r] = x[r][k];
+}
+
+template <int BITS>
+void many_rows(const Linear& p, const Rows& rows, int threads) {
+  const int64_t tiles = (p.rows + TILE - 1) / TILE, pairs = (p.panels() + PAIR - 1) / PAIR;
+  const std::unique_ptr<float[]> x(new float[tiles * TILE * p.depth]);  // (tile, k, TILE)
+  in_parallel(threads, tiles, [&](int, int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; ++t) transpose(p, rows, t * TILE, &x[t * TILE * p.depth]);
+  });
+  const int64_t block_lines = BLOCK * PAIR, each = block_lines + tiles * TILE * PAIR;
+  Scratch scratch(threads * each);
+  in_parallel(threads, pairs, [&](int thread, int64_t from, int64_t to) {
+    Line *weights = &scratch[thread * each], *sums = weights + block_lines;
+    for (int64_t panel = from * PAIR; panel < std::min(to * PAIR, p.panels()); panel += PAIR) {
+      const int64_t panels = std::min<int64_t>(PAIR, p.panels() - panel);
+      std::fill(sums, sums + tiles * TILE * PAIR, Line{});
+      for (int64_t k = 0; k < p.depth; k += BLOCK) {
+        const int64_t count = std::min(BLOCK, p.depth - k);
+        unpack<BITS>(p, panel, panels, k, k + count, weights);
+        for (int64_t t = 0; t < tiles; ++t)
+          add_block(&x[(t * p.depth + k) * TILE], weights, count, sums + t * TILE * PAIR);
+      }
+      for (int64_t m = 0; m < p.rows; ++m)
+        for (int64_t j = 0; j < panels; ++j) finish(p, rows, m, panel + j, load(sums[m * PAIR + j].f));
+    }
+  });
+}
+
+// -- bytes
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+template <int BITS, int ROWS, int PANELS>
+void byte_tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+  Floats total[ROWS][PANELS];
+  const int8_t* x[ROWS];
+  const uint8_t* weight[PANELS];
+  for (int r = 0; r < ROWS; ++r) {
+    x[r] = rows.integers.data() + (m + r) * p.depth;
+    for (int j = 0; j < PANELS; ++j) total[r][j] = all(0);
+  }
+  for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
+  constexpr int MIDDLE = 1 << (BITS - 1);  // the unsigned number of the weight 0
+  const int64_t groups = p.groups();
+  const int32_t* row_sums = rows.sums.data() + m * groups;
+  for (int64_t g = 0; g < groups; ++g) {
+    Ints sum[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int j = 0; j < PANELS; ++j) {
+      Ints zero = _mm512_set1_epi32(MIDDLE);
+      if (p.zero_points) zero = _mm512_add_epi32(zero, zero_points_of(p, panel + j, g));
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r)
+        sum[r][j] = _mm512_mullo_epi32(zero, _mm512_set1_epi32(-row_sums[r * groups + g]));
+    }
+    for (int64_t k = g * p.group; k < (g + 1) * p.group; k += UNIT) {
+#pragma GCC unroll 16
+      for (int j = 0; j < PANELS; ++j) {
+        Ints low = load_lanes(weight[j]), high;
+        if constexpr (BITS == 4) {
+          const Ints mask = _mm512_set1_epi8(15);
+          high = _mm512_and_si512(_mm512_srli_epi16(low, 4), mask);
+          low = _mm512_and_si512(low, mask);
+        } else {
+          const Ints sign = _mm512_set1_epi8(-128);
+          high = _mm512_xor_si512(load_lanes(weight[j] + 64), sign);
+          low = _mm512_xor_si512(low, sign);
+        }
+        weight[j] += LANES * BITS;
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t four[2];
+          std::memcpy(four, x[r] + k, 8);
+          sum[r][j] = _mm512_dpbusd_epi32(sum[r][j], low, _mm512_set1_epi32(four[0]));
+          sum[r][j] = _mm512_dpbusd_epi32(sum[r][j], high, _mm512_set1_epi32(four[1]));
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < PANELS; ++j) {
+      const Floats scale = scale_of(p, panel + j, g);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) total[r][j] = madd(to_floats(sum[r][j]), scale, total[r][j]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < PANELS; ++j) finish(p, rows, m + r, panel + j, total[r][j]);
+}
+#else
+template <int BITS, int ROWS, int PANELS>
+void byte_tile(const Linear&, const Rows&, int64_t, int64_t) {}
+#endif
+
+// -- tiles of all rows and channels
+template <int BITS, bool OF_BYTES, int ROWS, int PANELS>
+void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+  if constexpr (OF_BYTES)
+    byte_tile<BITS, ROWS, PANELS>(p, rows, m, panel);
+  else
+    float_tile<BITS, ROWS, PANELS>(p, rows, m, panel);
+}
+
+// Rows `m` to the last, by tiles of at most ROWS, then of fewer.
+template <int BITS, bool OF_BYTES, int ROWS, int PANELS>
+void rows_of(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+  for (; m + ROWS <= p.rows; m += ROWS) tile<BITS, OF_BYTES, ROWS, PANELS>(p, rows, m, panel);
+  if constexpr (ROWS > 1)
+    if (m < p.rows) rows_of<BITS, OF_BYTES, ROWS / 2, PANELS>(p, rows, m, panel);
+}
+
+constexpr int64_t FEW = 12;  // rows of floats for which unpacking to memory does not pay
+
+template <int BITS>
+void multiply(const Linear& p, const Rows& rows, int threads) {
+  const bool bytes = BYTES && p.mode != FLOATS;
+  const int64_t wide = p.rows == 1 ? 4 : 2, parts = (p.panels() + wide - 1) / wide;
+  threads = threads_for(p.rows * p.depth * p.channels, parts, threads);
+  if (!bytes && p.rows >= FEW) return many_rows<BITS>(p, rows, threads);
+  in_parallel(threads, parts, [&](int, int64_t from, int64_t to) {
+    for (int64_t panel = from * wide; panel < std::min(to * wide, p.panels());) {
+      if (p.rows == 1 && panel + 4 <= p.panels()) {
+        bytes ? tile<BITS, true, 1, 4>(p, rows, 0, panel) : tile<BITS, false, 1, 4>(p, rows, 0, panel);
+        panel += 4;
+      } else if (panel + 2 <= p.panels()) {
+        bytes ? rows_of<BITS, true, 8, 2>(p, rows, 0, panel) : rows_of<BITS, false, 4, 2>(p, rows, 0, panel);
+        panel += 2;
+      } else {
+        bytes ? rows_of<BITS, true, 8, 1>(p, rows, 0, panel) : rows_of<BITS, false, 4, 1>(p, rows, 0, panel);
+        panel += 1;
+      }
+    }
+  });
+}
+
+// Compute the linear of `given` inputs, the rest of whose last unit are 0. May throw std::bad_alloc.
+inline void compute(const Linear& p, const float* x, int64_t given, int threads) {
+  const Rows rows = prepared(p, x, given, threads);
+  p.bits == 4 ? multiply<4>(p, rows, threads) : multiply<8>(p, rows, threads);
+}
+
+}  // namespace packed
+}  // namespace qompose_x86

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ of packed_linear.h: as a function of this process, and for programs that torch compiles.
+
+It is for any processor, and fast with AVX-512. torch's compiler for C++ compiles it on first use, some
+seconds, and keeps the result in its cache on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qompose_x86_inductor.native import vnni
+
+_HEADER: Final = Path(__file__).with_name("packed_linear.h")
+_SHIM: Final = Path(__file__).with_name("packed_linear_shim.h")
+_CODE: Final = """// {digest}
+#include "{header}"
+extern "C" int linear_packed(const float* x, const uint8_t* weight, const void* scales,
+                             const int8_t* zero_points, const float* columns, const float* bias, float* out,
+                             const int64_t* n, int threads) {{
+  using namespace qompose_x86::packed;
+  try {{
+    compute({{n[0], n[3], n[2], n[4], int(n[5]), RowMode(n[6]), weight, scales, n[7] != 0, zero_points,
+              columns, bias, out}},
+            x, n[1], threads);
+    return 0;
+  }} catch (...) {{
+    return 1;
+  }}
+}}
+"""
+
+Compute = Callable[[Tensor, tuple[Tensor | None, ...], tuple[int, ...]], Tensor]
+"""Of rows (M, in), the tensors and the numbers of `operators.linear_packed`, returns (M, out)."""
+
+
+@functools.cache
+def compiled() -> Compute | None:
+    """Return what runs the C++; None, with a warning, where it does not compile or nobody wants it."""
+    if os.environ.get("QOMPOSE_NATIVE_CODE") == "0":
+        return None
+    from torch._inductor.codecache import CppCodeCache
+
+    code = _CODE.format(digest=vnni.digest(_HEADER.parent), header=_HEADER.as_posix())
+    try:
+        function = CppCodeCache.load(code, needs_vec_isa=True).linear_packed
+    except Exception as error:  # whatever a compiler, or its absence, raises
+        warnings.warn(
+            "C++ of x86_inductor for weights of few bits cannot be compiled, and torch's operators, "
+            f"which are slow, run in its place: {type(error).__name__}: {str(error)[:200]}",
+            stacklevel=2,
+        )
+        return None
+    return functools.partial(_call, function)
+
+
+def _call(
+    function: Callable[..., int], x: Tensor, tensors: tuple[Tensor | None, ...], n: tuple[int, ...]
+) -> Tensor:
+    out = torch.empty(x.shape[0], n[0])
+    scales = tensors[1]
+    assert scales is not None
+    numbers = (*x.shape, *n, scales.dtype == torch.bfloat16)
+    failed = function(
+        *(
+            None if each is None else ctypes.c_void_p(each.data_ptr())
+            for each in (x, *tensors, out)
+        ),
+        (ctypes.c_int64 * len(numbers))(*numbers),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("there is no memory for rows of a linear")
+    return out
+
+
+def shim() -> str:
+    """Return the text for torch's option ``aot_inductor.custom_ops_to_c_shims``; see `vnni.shims`."""
+    declared = (
+        f"AOTITorchError aoti_torch_cpu_linear_packed({'AtenTensorHandle, ' * 3}"
+        f"{'AtenTensorHandle*, ' * 3}const int64_t*, int64_t, AtenTensorHandle*)"
+    )
+    digest = vnni.digest(_SHIM.parent)
+    return f'{declared};\nextern "C++" {{  // {digest}\n#include "{_SHIM.as_posix()}"\n}}'

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator ``linear_packed``: weights of four or eight bits, which are packed once, for all processors.
+
+``x`` is float32 (..., in), and so is the result (..., out). Its rows are multiplied as floats, or quantized
+first, each with a scale and perhaps a zero point of its own, those of `kit.choose_qparams_per_row`. What is
+not finite shows in its own row alone.
+
+`pack` makes ``weight``, ``scales`` and ``zeros`` (zero points), in panels of `LANES` output channels, and ``sizes``
+are a `Sizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows with zero points.
+
+C++ computes it (`native.packed_linear`), in this process and in compiled programs. `reference` computes the
+same with operators of torch: where the C++ is not wanted or does not compile. There a compiler folds the
+weight into floats.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from qompose.backend import kit
+from torch import Tensor
+
+from qompose_x86_inductor.native import packed_linear
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+from qompose_x86_inductor.operators.registration import register
+
+LANES: Final = 16
+UNIT: Final = 8
+"""Inputs that are packed together."""
+FOUR_BITS: Final = (-8, 7)
+GROUP_SIZES: Final = (32, 64, 128, 256)
+"""The sizes of groups that configurations offer; the operator knows any multiple of `UNIT`."""
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""The types of inputs of linears with such weights; the arithmetic is that of float32."""
+
+
+class Rows(enum.IntEnum):
+    """How rows are multiplied; `enum RowMode` of packed_linear.h."""
+
+    FLOATS = 0
+    SYMMETRIC = 1
+    AFFINE = 2
+
+
+class Sizes(NamedTuple):
+    """Numbers of a weight; ``depth`` is that of its inputs, in whole units, ``group`` that with one scale."""
+
+    channels: int
+    depth: int
+    group: int
+    bits: int
+    rows: int
+
+
+class Packed(NamedTuple):
+    """A weight: flat uint8; scales (panels, groups, lanes), float32, or bfloat16 where that holds them.
+
+    Zero points are int8 of that shape, None where all are 0.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
+
+
+def pack(weight: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> Packed:
+    """Return int8 (out, in), scales and zero points (out, groups) as the operator reads them."""
+    filled = F.pad(weight, (0, -weight.shape[1] % UNIT, 0, -weight.shape[0] % LANES))
+    panels, units = filled.shape[0] // LANES, filled.shape[1] // UNIT
+    halves = filled.reshape(panels, LANES, units, 2, UNIT // 2)
+    if bits == 4:
+        low, high = (halves + 8).to(torch.uint8).unbind(3)
+        packed = (low | high << 4).transpose(1, 2)
+    else:
+        packed = halves.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
+    rounded = scales.bfloat16()
+    stored = rounded if torch.equal(rounded.float(), scales) else scales
+    some = zero_points is not None and bool(zero_points.any())
+    return Packed(
+        packed.flatten(),
+        _in_panels(stored),
+        _in_panels(zero_points.to(torch.int8)) if some and zero_points is not None else None,
+    )
+
+
+def _in_panels(values: Tensor) -> Tensor:
+    filled = F.pad(values, (0, 0, 0, -len(values) % LANES))
+    return filled.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Packed, sizes: Sizes) -> Tensor:
+    """Return the weight that `pack` was given as floats, scales included: (out, depth)."""
+    filled = -(-sizes.channels // LANES) * LANES
+    if sizes.bits == 4:
+        lanes = packed.weight.view(-1, sizes.depth // UNIT, LANES, UNIT // 2).transpose(1, 2)
+        values = torch.stack([lanes & 15, lanes >> 4], 3).float() - 8
+    else:
+        units = packed.weight.view(torch.int8).view(-1, sizes.depth // UNIT, 2, LANES, UNIT // 2)
+        values = units.permute(0, 3, 1, 2, 4).float()
+    groups = values.reshape(filled, packed.scales.shape[1], sizes.group)
+    if packed.zero_points is not None:
+        groups = groups - packed.zero_points.transpose(1, 2).reshape(filled, -1, 1).float()
+    scaled = groups * packed.scales.transpose(1, 2).reshape(filled, -1, 1).float()
+    return scaled.reshape(filled, sizes.depth)[: sizes.channels]
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    columns: Tensor | None,
+    bias: Tensor | None,
+    sizes: list[int],
+) -> Tensor:
+    """Return what the operator computes from its arguments."""
+    _check(x, sizes)
+    of = Sizes(*sizes)
+    rows = x.reshape(-1, x.shape[-1])
+    if of.depth == 0:
+        added = x.new_zeros(of.channels) if bias is None else bias
+        return added.expand(*x.shape[:-1], of.channels).contiguous()
+    rows = F.pad(rows, (0, of.depth - rows.shape[1]))
+    values = unpack(Packed(weight, scales, zeros), of)
+    if of.rows == Rows.FLOATS:
+        total = F.linear(rows, values, bias)
+    else:
+        symmetric = of.rows == Rows.SYMMETRIC
+        scale, zero_point = kit.choose_qparams_per_row(rows, symmetric=symmetric)
+        integers = kit.quantize_rows(rows, scale, zero_point).float()
+        shifted = integers if zero_point is None else integers - zero_point
+        total = F.linear(shifted, values) * torch.where(scale.isfinite(), scale, torch.nan)
+        total = total if bias is None else total + bias
+    return total.reshape(*x.shape[:-1], of.channels)
+
+
+def _compute(x: Tensor, *arguments: Any) -> Tensor:
+    *tensors, sizes = arguments
+    compute = packed_linear.compiled()
+    if compute is None:
+        return reference(x, *tensors, sizes)
+    _check(x, sizes)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return compute(rows, (*tensors,), (*sizes,)).view(*x.shape[:-1], sizes[0])
+
+
+def _check(x: Tensor, sizes: list[int]) -> None:
+    of = Sizes(*sizes)
+    if x.dtype != torch.float32 or x.dim() == 0 or not 0 <= of.depth - x.shape[-1] < UNIT:
+        raise ValueError(
+            f"{NAMESPACE}::linear_packed: expected x float32 (..., in) with up to {of.depth} inputs, got "
+            f"{x.dtype} {tuple(x.shape)}"
+        )
+
+
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
+    _check(x, arguments[-1])
+    return x.new_empty((*x.shape[:-1], arguments[-1][0]))
+
+
+register(
+    NAMESPACE,
+    {
+        "linear_packed": (
+            "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? columns, Tensor? bias,"
+            " int[] sizes) -> Tensor"
+        )
+    },
+    {"linear_packed": (_compute, _fake)},
+    torch.Tag.needs_contiguous_strides,
+)
+OPERATOR: Final = torch.ops.qompose_x86.linear_packed.default
