@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from qompose.backend import kit
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
 
 from qompose_x86_inductor.onednn import calls
 from qompose_x86_inductor.onednn.arguments import (
@@ -97,7 +99,9 @@ def linear_in_graph(
     _checked(x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     hides_nan = out.post_op in _HIDES_NAN
-    scale, zero_point = kit.choose_qparams(x, low, high, eps)
+    # Every range includes 0, and with one more there is a range where there are no rows.
+    ranged = x if statically_known_true(x.numel() > 0) else F.pad(x.reshape(-1), (0, 1))
+    scale, zero_point = kit.choose_qparams(ranged, low, high, eps)
     result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(
         _integers(x, scale, zero_point, low, high),
         scale,

@@ -5,8 +5,9 @@
 first, each with a scale and perhaps a zero point of its own, those of `kit.choose_qparams_per_row`. What is
 not finite shows in its own row alone.
 
-`pack` makes ``weight``, ``scales`` and ``zeros`` (zero points), in panels of `LANES` output channels, and ``sizes``
-are a `Sizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows with zero points.
+`pack` makes ``weight``, ``scales`` and ``zeros`` (zero points), in panels of `LANES` output channels, and
+``sizes`` are a `Sizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows with
+zero points.
 
 C++ computes it (`native.packed_linear`), in this process and in compiled programs. `reference` computes the
 same with operators of torch: where the C++ is not wanted or does not compile. There a compiler folds the
@@ -119,10 +120,9 @@ def reference(
     """Return what the operator computes from its arguments."""
     _check(x, sizes)
     of = Sizes(*sizes)
-    rows = x.reshape(-1, x.shape[-1])
     if of.depth == 0:
-        added = x.new_zeros(of.channels) if bias is None else bias
-        return added.expand(*x.shape[:-1], of.channels).contiguous()
+        return _without_inputs(x, bias, of)
+    rows = x.reshape(-1, x.shape[-1])
     rows = F.pad(rows, (0, of.depth - rows.shape[1]))
     values = unpack(Packed(weight, scales, zeros), of)
     if of.rows == Rows.FLOATS:
@@ -143,8 +143,15 @@ def _compute(x: Tensor, *arguments: Any) -> Tensor:
     if compute is None:
         return reference(x, *tensors, sizes)
     _check(x, sizes)
+    if sizes[1] == 0:
+        return _without_inputs(x, tensors[-1], Sizes(*sizes))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return compute(rows, (*tensors,), (*sizes,)).view(*x.shape[:-1], sizes[0])
+
+
+def _without_inputs(x: Tensor, bias: Tensor | None, of: Sizes) -> Tensor:
+    added = x.new_zeros(of.channels) if bias is None else bias
+    return added.expand(*x.shape[:-1], of.channels).clone(memory_format=torch.contiguous_format)
 
 
 def _check(x: Tensor, sizes: list[int]) -> None:

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model with a cache: how fast, how small and how true with weights of fewer bits, beside peers.
+
+LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine runs in
+a process of its own. OpenVINO and ONNX Runtime get the cache as inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from torch import Tensor, nn
+
+PROMPT, STEPS, LONG = 32, 64, 512
+VOCABULARY = 8000
+PACKAGES = ("qompose", "torch", "transformers", "openvino", "nncf", "onnxruntime")
+Run = Callable[[Tensor, Tensor], Tensor]
+"""Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
+
+
+def float_model(cache: int, layers: int = 6, width: int = 512) -> nn.Module:
+    """Llama with a static cache in buffers, as transformers exports it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, intermediate_size=1376 * width // 512,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
+        attn_implementation="sdpa", pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.generation_config.cache_implementation = "static"
+    return TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=cache).eval()
+
+
+def example(length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and their positions."""
+    ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(first + 1))
+    return ids, torch.arange(first, first + length)
+
+
+def programs(cache: int, lengths: dict[str, int]) -> dict[str, Any]:
+    """The methods, exported."""
+    model = float_model(cache)
+    return {
+        name: torch.export.export(
+            model, (), {"input_ids": example(n)[0], "cache_position": example(n)[1]}, strict=False
+        )
+        for name, n in lengths.items()
+    }
+
+
+def _x86(mode: str, *, compiled: bool) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
+    def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+        import qompose
+        from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+        from qompose_x86_inductor import (
+            X86InductorQuantizer,
+            get_default_x86_inductor_quantization_config as config,
+        )
+
+        weights = {
+            "8": config(weight_only=True), "4": config(weight_only=True, group_size=32, algorithms=()),
+            "dynamic 8": config(is_dynamic=True, per_token=True, algorithms=()),
+            "dynamic 8x4": config(is_dynamic=True, per_token=True, group_size=32, algorithms=()),
+        }[mode]  # fmt: skip
+        table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+        quantizer = qompose.compose(table, X86InductorQuantizer().set_global(weights))
+        prepared = qompose.prepare_pt2e(programs(cache, lengths), quantizer)
+        converted = qompose.convert_pt2e(prepared)
+        lowered = qompose.lower(converted)
+        size = qompose.report(lowered["decode" if "decode" in lowered else next(iter(lowered))])
+        runs = qompose.compile_lowered(lowered) if compiled else lowered
+        found = {"bytes": size.bytes_after, "converted": _named(converted)}
+        return _named(runs), found
+
+    return make
+
+
+def _named(methods: Any) -> dict[str, Run]:
+    return {
+        name: lambda ids, place, run=run: run(input_ids=ids, cache_position=place)
+        for name, run in methods.items()
+    }
+
+
+def _float(*, compiled: bool) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
+    def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+        methods = {name: program.module() for name, program in programs(cache, lengths).items()}
+        held = [*next(iter(methods.values())).parameters(), *next(iter(methods.values())).buffers()]
+        size = sum(t.nbytes for t in {t.data_ptr(): t for t in held}.values())
+        if compiled:
+            methods = {name: torch.compile(module) for name, module in methods.items()}
+        return _named(methods), {"bytes": size}
+
+    return make
+
+
+class Functional(nn.Module):
+    """The model with its cache as inputs and outputs."""
+
+    def __init__(self, cache: int) -> None:
+        super().__init__()
+        self.model = float_model(cache)
+
+    def forward(self, ids: Tensor, place: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        layers = self.model.static_cache.layers
+        for layer, keys, values in zip(layers, state[::2], state[1::2], strict=True):
+            layer.keys, layer.values = keys.clone(), values.clone()
+            layer.cumulative_length = place[:1].clone()[0]
+        logits = self.model.model(input_ids=ids, past_key_values=self.model.static_cache).logits
+        return (logits, *(t for layer in layers for t in (layer.keys, layer.values)))
+
+    def state(self) -> list[Tensor]:
+        return [t for layer in self.model.static_cache.layers for t in (layer.keys, layer.values)]
+
+
+def _onnx_files(cache: int, lengths: dict[str, int], folder: Path) -> Iterator[tuple[str, Path]]:
+    for name, length in lengths.items():
+        model = Functional(cache)
+        given = (*example(length), *(torch.zeros_like(t) for t in model.state()))
+        with torch.no_grad():
+            torch.onnx.export(model, given, folder / f"{name}.onnx", dynamo=True, verbose=False)
+        yield name, folder / f"{name}.onnx"
+
+
+def _stateful(call: Callable[[list[Any]], list[Any]], state: list[Any]) -> Run:
+    """Feed what comes out for the cache back into it; `state` is shared by all methods."""
+
+    def run(ids: Tensor, place: Tensor) -> Tensor:
+        logits, *state[:] = call([ids.numpy(), place.numpy(), *state])
+        return torch.from_numpy(logits)
+
+    return run
+
+
+def _openvino(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+    import nncf
+    import openvino
+
+    runs, size = {}, 0
+    with tempfile.TemporaryDirectory() as folder:
+        state = [t.numpy() for t in Functional(cache).state()]
+        for name, file in _onnx_files(cache, lengths, Path(folder)):
+            model = nncf.compress_weights(
+                openvino.convert_model(file), mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0,
+                group_size=32, all_layers=False,
+            )  # fmt: skip
+            threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+            request = openvino.Core().compile_model(model, "CPU", threads).create_infer_request()
+            openvino.save_model(model, Path(folder) / f"{name}.xml", compress_to_fp16=False)
+            size = (Path(folder) / f"{name}.bin").stat().st_size
+
+            def call(inputs: list[Any], request: Any = request) -> list[Any]:
+                return [value.copy() for value in request.infer(inputs).values()]
+
+            runs[name] = _stateful(call, state)
+    return runs, {"bytes": size}
+
+
+def _onnxruntime(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+    import onnx
+    import onnxruntime
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    runs, size = {}, 0
+    with tempfile.TemporaryDirectory() as folder:
+        state = [t.numpy() for t in Functional(cache).state()]
+        for name, file in _onnx_files(cache, lengths, Path(folder)):
+            quantizer = MatMulNBitsQuantizer(
+                onnx.load(file), block_size=32, is_symmetric=True, accuracy_level=4
+            )
+            quantizer.process()
+            quantizer.model.save_model_to_file(str(file.with_suffix(".int4.onnx")), False)
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = torch.get_num_threads()
+            session = onnxruntime.InferenceSession(file.with_suffix(".int4.onnx"), options)
+            size = file.with_suffix(".int4.onnx").stat().st_size
+            names = [given.name for given in session.get_inputs()]
+
+            def call(inputs: list[Any], session: Any = session, names: Any = names) -> list[Any]:
+                return session.run(None, dict(zip(names, inputs, strict=True)))  # type: ignore[no-any-return]
+
+            runs[name] = _stateful(call, state)
+    return runs, {"bytes": size}
+
+
+ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
+    "float": _float(compiled=False),
+    "float, compiled": _float(compiled=True),
+    **{
+        f"x86 {mode}{', compiled' * compiled}": _x86(mode, compiled=compiled)
+        for mode in ("8", "4", "dynamic 8", "dynamic 8x4")
+        for compiled in (False, True)
+    },
+    "OpenVINO int4": _openvino,
+    "ONNX Runtime int4": _onnxruntime,
+}
+
+
+def generated(runs: dict[str, Run], steps: int) -> Tensor:
+    """Logits of a prompt and forced tokens after it, one at a time."""
+    parts = [runs["prefill"](*example(PROMPT))]
+    parts += [runs["decode"](*example(1, PROMPT + step)).clone() for step in range(steps)]
+    return torch.cat([part.float() for part in parts], 1)
+
+
+def seconds(run: Callable[[], Any], least: float) -> float:
+    """The median of calls, at least three, over so many seconds."""
+    times: list[float] = []
+    run()
+    while len(times) < 3 or sum(times) < least:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def resident() -> int:
+    """Bytes of this process that are no file's."""
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def sqnr(wanted: Tensor, actual: Tensor) -> float:
+    return (20 * torch.log10(wanted.norm() / (wanted - actual).norm())).item()
+
+
+def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str, Any]:
+    """What one engine does; `true`: how true it is to float and to its Q/DQ form, in place of times."""
+    warnings.filterwarnings("ignore")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(threads)
+    cache = PROMPT + STEPS
+    before = resident()
+    runs, found = ENGINES[engine](cache, {"prefill": PROMPT, "decode": 1})
+    converted = found.pop("converted", None)
+    if true:
+        wanted = generated(
+            _float(compiled=False)(cache, {"prefill": PROMPT, "decode": 1})[0], STEPS
+        )
+        actual = generated(runs, STEPS)
+        found["sqnr"] = sqnr(wanted, actual)
+        if converted is not None:
+            found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
+            found["qdq"] = sqnr(wanted, generated(converted, STEPS))
+        return found
+    del converted
+    generated(runs, 1)
+    found["memory"] = resident() - before
+    token = example(1, PROMPT)
+    found["decode"] = seconds(lambda: runs["decode"](*token), least)
+    found["prefill"] = seconds(lambda: runs["prefill"](*example(PROMPT)), least)
+    del runs
+    long, _ = ENGINES[engine](LONG, {"long": LONG})
+    found["long"] = seconds(lambda: long["long"](*example(LONG)), least)
+    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Rows in Markdown."""
+    yield (
+        "| engine | bytes, MB | process, MB | decode, tokens/s | of float | prefill of 32, ms | "
+        "prefill of 512, ms | of float | SQNR to float, dB | to Q/DQ, dB |"
+    )
+    yield "|---|" + "---:|" * 9
+    base = rows.get("float", {})
+
+    def cell(row: dict[str, Any], name: str, factor: float = 1.0, digits: int = 1) -> str:
+        return f"{row[name] * factor:.{digits}f}" if name in row else ""
+
+    def ratio(row: dict[str, Any], name: str) -> str:
+        return f"{base[name] / row[name]:.2f}" if name in row and name in base else ""
+
+    for engine, row in rows.items():
+        speed = f"{1 / row['decode']:.0f}" if "decode" in row else row.get("error", "")
+        cells = (
+            cell(row, "bytes", 1e-6), cell(row, "memory", 1e-6), speed, ratio(row, "decode"),
+            cell(row, "prefill", 1e3), cell(row, "long", 1e3), ratio(row, "long"),
+            cell(row, "sqnr"), cell(row, "to_qdq"),
+        )  # fmt: skip
+        yield f"| {engine} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each time")
+    parser.add_argument("--true", action="store_true", help="SQNR in place of times")
+    parser.add_argument("--json", type=Path, help="where figures are kept, and added to")
+    parser.add_argument("--one", choices=list(ENGINES), help="for the script's own processes")
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measured(given.one, given.threads[0], given.seconds, true=given.true)))
+        return
+    kept = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    for threads in given.threads:
+        rows = kept.setdefault(str(threads), {})
+        for engine in given.engines:
+            command = [sys.executable, __file__, "--one", engine, "--threads", str(threads)]
+            command += ["--seconds", str(given.seconds), *(["--true"] if given.true else [])]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            last = (done.stdout.strip() or done.stderr.strip() or "{}").splitlines()[-1]
+            found = json.loads(last) if done.returncode == 0 else {"error": last[:100]}
+            rows[engine] = {**rows.get(engine, {}), **found}
+            print(threads, engine, found, file=sys.stderr, flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(kept))
+    print("\n".join(machine.lines(machine.facts(PACKAGES))))
+    for threads, rows in kept.items():
+        print(f"\n{threads} thread{'s' * (threads != '1')}\n")
+        print("\n".join(table({name: rows[name] for name in ENGINES if name in rows})))
+
+
+if __name__ == "__main__":
+    main()
