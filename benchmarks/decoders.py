@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ Run = Callable[[Tensor, Tensor], Tensor]
 """Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
 
 
-def float_model(cache: int, layers: int = 6, width: int = 512) -> nn.Module:
+def float_model(cache: int) -> nn.Module:
     """Llama with a static cache in buffers, as transformers exports it."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, intermediate_size=1376 * width // 512,
+        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=6, intermediate_size=1376,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
         attn_implementation="sdpa", pad_token_id=0,
     )  # fmt: skip
@@ -264,9 +265,8 @@ def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str
     del converted
     generated(runs, 1)
     found["memory"] = resident() - before
-    token = example(1, PROMPT)
-    found["decode"] = seconds(lambda: runs["decode"](*token), least)
-    found["prefill"] = seconds(lambda: runs["prefill"](*example(PROMPT)), least)
+    found["decode"] = seconds(partial(runs["decode"], *example(1, PROMPT)), least)
+    found["prefill"] = seconds(partial(runs["prefill"], *example(PROMPT)), least)
     del runs
     long, _ = ENGINES[engine](LONG, {"long": LONG})
     found["long"] = seconds(lambda: long["long"](*example(LONG)), least)
