@@ -87,7 +87,7 @@ def _x86(mode: str, *, compiled: bool) -> Callable[..., tuple[dict[str, Run], di
         lowered = qompose.lower(converted)
         size = qompose.report(lowered["decode" if "decode" in lowered else next(iter(lowered))])
         runs = qompose.compile_lowered(lowered) if compiled else lowered
-        found = {"bytes": size.bytes_after, "converted": _named(converted)}
+        found = {"bytes": size.bytes_after, "converted": _named(converted), "lowered": lowered}
         return _named(runs), found
 
     return make
@@ -239,6 +239,31 @@ def resident() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+def memory_of(lowered: Any) -> int:
+    """What a process that loads the methods and runs them takes for them, in bytes."""
+    import qompose
+
+    with tempfile.TemporaryDirectory() as folder:
+        qompose.save(lowered, Path(folder) / "methods.qompose")
+        command = [sys.executable, __file__, "--load", str(Path(folder) / "methods.qompose")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+def loaded(file: Path) -> int:
+    """What methods of a file take here, in bytes, when they have run; a small one has run before."""
+    import qompose
+    import qompose_embedding  # noqa: F401 - their operators
+    import qompose_x86_inductor  # noqa: F401
+
+    torch.set_grad_enabled(False)
+    nn.Linear(4, 4)(torch.ones(1, 4))
+    before = resident()
+    methods = qompose.load(file)
+    generated(_named(methods), 1)
+    return resident() - before
+
+
 def sqnr(wanted: Tensor, actual: Tensor) -> float:
     return (20 * torch.log10(wanted.norm() / (wanted - actual).norm())).item()
 
@@ -249,9 +274,8 @@ def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads)
     cache = PROMPT + STEPS
-    before = resident()
     runs, found = ENGINES[engine](cache, {"prefill": PROMPT, "decode": 1})
-    converted = found.pop("converted", None)
+    converted, lowered = found.pop("converted", None), found.pop("lowered", None)
     if true:
         wanted = generated(
             _float(compiled=False)(cache, {"prefill": PROMPT, "decode": 1})[0], STEPS
@@ -262,9 +286,9 @@ def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str
             found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
             found["qdq"] = sqnr(wanted, generated(converted, STEPS))
         return found
-    del converted
-    generated(runs, 1)
-    found["memory"] = resident() - before
+    if lowered is not None:
+        found["memory"] = memory_of(lowered)
+    del converted, lowered
     found["decode"] = seconds(partial(runs["decode"], *example(1, PROMPT)), least)
     found["prefill"] = seconds(partial(runs["prefill"], *example(PROMPT)), least)
     del runs
@@ -307,7 +331,11 @@ def main() -> None:
     parser.add_argument("--true", action="store_true", help="SQNR in place of times")
     parser.add_argument("--json", type=Path, help="where figures are kept, and added to")
     parser.add_argument("--one", choices=list(ENGINES), help="for the script's own processes")
+    parser.add_argument("--load", type=Path, help="likewise")
     given = parser.parse_args()
+    if given.load:
+        print(loaded(given.load))
+        return
     if given.one:
         print(json.dumps(measured(given.one, given.threads[0], given.seconds, true=given.true)))
         return
