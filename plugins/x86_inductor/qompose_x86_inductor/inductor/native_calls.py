@@ -123,7 +123,10 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     shims: dict[Any, list[str]] = {}
     known = {native_attention.OPERATOR, *native_recurrent.OPERATORS}
     if _has_products(graph) or (not called.isdisjoint(known) and vnni.available()):
-        others = {vnni_attention.ATTENTION: vnni_attention.DECLARATION, **vnni_recurrent.DECLARATIONS}
+        others = {
+            vnni_attention.ATTENTION: vnni_attention.DECLARATION,
+            **vnni_recurrent.DECLARATIONS,
+        }
         shims = {**vnni.shims(), **{operator: [text] for operator, text in others.items()}}
     if linear_packed.OPERATOR in called and vnni.wanted():
         shims[linear_packed.OPERATOR] = [packed_linear.shim()]

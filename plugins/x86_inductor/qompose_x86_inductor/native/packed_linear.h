@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linears by weights of four or eight bits, with scales for groups of inputs, as native/packed_linear.py packs
-// them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX-512 and VNNI the
-// latter are multiplied as bytes; elsewhere their integers are multiplied as floats, which is as exact: a
+// Linears by weights of four or eight bits, with scales for groups of inputs, as native/packed_linear.py
+// packs them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX-512 and VNNI
+// the latter are multiplied as bytes; elsewhere their integers are multiplied as floats, which is as exact: a
 // group of four bits sums to less than 2 ** 24.
 #pragma once
 
@@ -30,8 +30,8 @@ struct Linear {
   int64_t rows, depth, channels, group;  // depth: in whole units
   int bits;
   RowMode mode;
-  const uint8_t* weight;      // [panel][unit][lane], 4 * bits bytes for each lane and unit: see `value`
-  const void* scales;         // [panel][group][lane], float32 or bfloat16
+  const uint8_t* weight;  // [panel][unit][lane], 4 * bits bytes for each lane and unit: see `value`
+  const void* scales;     // [panel][group][lane], float32 or bfloat16
   bool half_scales;
   const int8_t* zero_points;  // [panel][group][lane], or none
   const float* columns;       // by channel: the sum of its weights. For rows with zero points
@@ -273,8 +273,7 @@ inline Rows prepared(const Linear& p, const float* x, int64_t given, int threads
 inline void finish(const Linear& p, const Rows& rows, int64_t m, int64_t panel, Floats total) {
   const int64_t channel = panel * LANES, count = std::min<int64_t>(LANES, p.channels - channel);
   const Floats bias = p.bias ? load_some(p.bias + channel, count) : all(0);
-  if (p.mode == AFFINE)
-    total = madd(all(-rows.zero_points[m]), load_some(p.columns + channel, count), total);
+  if (p.mode == AFFINE) total = madd(all(-rows.zero_points[m]), load_some(p.columns + channel, count), total);
   total = madd(total, all(p.mode == FLOATS ? 1.0f : rows.scales[m]), bias);
   store_some(p.out + m * p.channels + channel, total, count);
 }
@@ -314,8 +313,7 @@ void float_tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
       const Floats scale = scale_of(p, panel + j, g);
       const Floats zero = p.zero_points ? to_floats(zero_points_of(p, panel + j, g)) : all(0);
       for (int r = 0; r < ROWS; ++r) {
-        if (p.zero_points)
-          sum[r][j] = madd(zero, all(-rows.float_sums[(m + r) * p.groups() + g]), sum[r][j]);
+        if (p.zero_points) sum[r][j] = madd(zero, all(-rows.float_sums[(m + r) * p.groups() + g]), sum[r][j]);
         total[r][j] = madd(sum[r][j], scale, total[r][j]);
       }
     }

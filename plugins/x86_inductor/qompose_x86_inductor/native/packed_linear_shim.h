@@ -82,12 +82,13 @@ inline AtenTensorHandle call(AtenTensorHandle x, AtenTensorHandle weight, AtenTe
 }  // namespace packed
 }  // namespace qompose_x86
 
-extern "C" inline AOTITorchError aoti_torch_cpu_linear_packed(
-    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scales, AtenTensorHandle* zero_points,
-    AtenTensorHandle* columns, AtenTensorHandle* bias, const int64_t* sizes, int64_t size_count,
-    AtenTensorHandle* result) {
+extern "C" inline AOTITorchError aoti_torch_cpu_linear_packed(AtenTensorHandle x, AtenTensorHandle weight,
+                                                              AtenTensorHandle scales,
+                                                              AtenTensorHandle* zero_points,
+                                                              AtenTensorHandle* columns,
+                                                              AtenTensorHandle* bias, const int64_t* sizes,
+                                                              int64_t size_count, AtenTensorHandle* result) {
   return qompose_x86::without_exceptions("linear_packed", [&] {
-    *result =
-        qompose_x86::packed::call(x, weight, scales, zero_points, columns, bias, sizes, size_count);
+    *result = qompose_x86::packed::call(x, weight, scales, zero_points, columns, bias, sizes, size_count);
   });
 }
