@@ -232,3 +232,35 @@ def test_four_bits_take_half_a_byte_and_nothing_else_is_kept(options: Any) -> No
     columns = 4 * 512 if "is_dynamic" in options else 0
     assert held == 256 * 512 // 2 + 2 * 256 * 512 // 32 + columns
     assert qompose.report(lowered).bytes_after == held
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["default", "package"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_no_rows_are_no_error_once_compiled(per_token: bool, mode: str) -> None:
+    """Nor do they end the process, as torch's template of int8 products does (torch 2.13)."""
+    model, x = (
+        nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).eval(),
+        torch.randn(5, 64),
+    )
+    rows = torch.export.Dim("rows", min=0, max=64)
+    config = CONFIG(is_dynamic=True, per_token=per_token)
+    _, lowered = quantized(model, config, x, dynamic_shapes=({0: rows},))
+    compiled = qompose.compile_lowered(lowered, mode=mode)
+    for count in (0, 5):
+        assert compiled(x[:count]).shape == (count, 16)
+    assert sqnr(lowered(x), compiled(x)) > 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [{"weight_only": True}, {"is_dynamic": True, "per_token": True}]
+)
+def test_compiled_with_code_of_the_plugin_or_without(options: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 21), nn.ReLU()).eval(), torch.randn(13, 256)
+    _, lowered = quantized(model, CONFIG(**options, group_size=32), x)
+    wanted = lowered(x)
+    assert torch.equal(qompose.compile_lowered(lowered)(x), wanted)
+    plain = qompose.compile_lowered(lowered, native_code=False)
+    assert sqnr(wanted, plain(x)) > 100
+    assert sqnr(wanted, qompose.compile_lowered(lowered, mode="package")(x)) > 100
