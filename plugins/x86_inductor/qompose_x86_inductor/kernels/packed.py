@@ -84,4 +84,4 @@ def _columns(values: Tensor, scales: Tensor, zero_points: Tensor) -> Tensor:
 
 def _in_float32(region: Region, value: Any) -> Node:
     float32 = value.meta["val"].dtype is torch.float32
-    return value if float32 else region.step(_to, value, torch.float32)  # type: ignore[no-any-return]
+    return value if float32 else region.step(_to, value, torch.float32)

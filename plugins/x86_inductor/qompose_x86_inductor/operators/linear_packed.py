@@ -141,7 +141,7 @@ def _compute(x: Tensor, *arguments: Any) -> Tensor:
     *tensors, sizes = arguments
     compute = packed_linear.compiled()
     if compute is None:
-        return reference(x, *tensors, sizes)
+        return reference(x, *arguments)
     _check(x, sizes)
     if sizes[1] == 0:
         return _without_inputs(x, tensors[-1], Sizes(*sizes))
