@@ -161,7 +161,7 @@ def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
-    assert native_calls.options(lowered(nn.ReLU(), image)) == {}
+    assert native_calls.options(torch.fx.symbolic_trace(nn.ReLU())) == {}
     weights = native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True))
     assert list(weights["aot_inductor.custom_ops_to_c_shims"]) == [linear_packed.OPERATOR]
 
