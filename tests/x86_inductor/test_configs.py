@@ -119,7 +119,8 @@ class TestRanges:
             found.append(configs.named())
         shared = found[0].keys() & found[1].keys()
         assert {name: found[0][name] for name in shared} == {n: found[1][n] for n in shared}
-        assert all("weight-only" in name for name in shared)
+        # The code of the plugin is exact for four bits on every processor.
+        assert all("weight-only" in name or "int4" in name for name in shared)
 
     @pytest.mark.parametrize(
         ("name", "wanted"),
