@@ -124,6 +124,12 @@ BENCHMARKS = (
         ("--models", "lenet"),
     ),
     Benchmark(
+        "decoders",
+        "How fast, small and accurate is a decoder with weights of fewer bits, beside peers?",
+        (*_ON_X86, "transformers"),
+        ("--engines", "float", "--threads", "1", "--seconds", "0.1"),
+    ),
+    Benchmark(
         "xnnpack_runtime",
         "How fast, small and accurate are programs for ExecuTorch's XNNPACK?",
         (*_ENGINES, "transformers"),

@@ -104,6 +104,8 @@ def result_of(name: str, text: str) -> Result | None:
     failed: dict[str, set[str]] = {}
     for row in rows[2:]:
         model, engine = row[header.index("model")], row[header.index("engine")]
+        if model == "model" or not model.strip("-:"):  # the head of another table of the page
+            continue
         known = times.setdefault(model, [])
         if row[columns[0]] == "failed":
             failed.setdefault(model, set()).add(Time(engine, 0, 0, 0).product)

@@ -54,6 +54,7 @@ def step(prepared: GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
     return out.detach(), grads
 
 
+@pytest.mark.full  # half a minute
 def test_training_computes_what_theirs_computes() -> None:
     """Outputs, gradients and the converted model, to the rounding of float32."""
     module = torch.export.export(Net().train(), (X,), strict=True).module()

@@ -43,7 +43,10 @@ from qompose.observers.min_max import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.spec.quantization_spec import ObserverFactory as PartialWrapper
+from qompose.spec.quantization_spec import ObserverFactory
+
+PartialWrapper = ObserverFactory
+"""What torch.ao and torchao call the factories that `with_args` returns."""
 
 __all__ = [
     "AutoRangeObserver",

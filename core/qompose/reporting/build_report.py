@@ -55,7 +55,7 @@ def report(model: Any) -> Report:
     return Report(
         stage=record.stage,
         target=record.target,
-        rows=tuple(_row(operator, record) for operator in plan.operators),
+        rows=_rows(record),
         counts=_counts(model, record),
         requantizations=plan.requantizations(record.dropped),
         conflicts=tuple(
@@ -100,7 +100,15 @@ def _counts(model: Any, record: Record) -> Counts:
     return known if isinstance(known, Counts) else Counts(kernels=len(record.kernels))
 
 
-def _row(operator: Operator, record: Record) -> Row:
+def _rows(record: Record) -> tuple[Row, ...]:
+    """Return a row for each operator. Regions are numbered as they come, whatever the order of members."""
+    operators = record.plan.operators
+    claims = dict.fromkeys(o.claim for o in operators if o.claim is not None)
+    regions = {claim: number for number, claim in enumerate(claims)}
+    return tuple(_row(operator, record, regions) for operator in operators)
+
+
+def _row(operator: Operator, record: Record, regions: Mapping[int, int]) -> Row:
     facts = {k: getattr(operator, k) for k in ("name", "operator", "module", "macs", "inputs")}
     number = operator.claim
     if number is None:
@@ -117,7 +125,7 @@ def _row(operator: Operator, record: Record) -> Row:
         selector=claim.selector,
         kernel=record.kernels.get(number, ""),
         reason=reason,
-        region=number,
+        region=regions[number],
     )
 
 
@@ -167,7 +175,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
 
 def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
-    """Check that enough of a model runs on int8 kernels.
+    """Check that enough of a model runs on kernels that read integers, be it weights alone.
 
     Args:
         model: what `lower` returned.

@@ -328,7 +328,7 @@ def _check_exported(model: Any) -> None:
         return
     raise StageError(
         f"expected the GraphModule of an exported program, or of a later stage, got "
-        f"{type(model).__name__!r}: torch.export.export(model, ...).module() gives one"
+        f"{type(model).__name__!r}; use torch.export.export(model, ...).module()"
     )
 
 

@@ -33,8 +33,9 @@ def faults(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
 
 
 def _objection(node: ir.Node) -> str | None:
-    _, scale, zero_point = node.inputs
-    scales, zeros = _numbers(scale), _numbers(zero_point)
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return "it has no zero point, by which its integers are known to be int8"
+    scales, zeros = _numbers(node.inputs[1]), _numbers(node.inputs[2])
     if scales is None or zeros is None:
         return "its scale is computed"
     if zeros.dtype == np.int32:

@@ -127,7 +127,9 @@ def _bias(region: Region, phases: int) -> Node | None:
 def _held(region: Region, node: Node) -> Tensor:
     """Return the tensor that a node reads."""
     if node.op != "get_attr":
-        raise NotLowerable(f"{node.name} is computed, and becomes another where the file is made")
+        raise NotLowerable(
+            f"{node.name} is computed at run time, and this kernel rewrites it in the file"
+        )
     value: Tensor = attrgetter(str(node.target))(region.module)
     return value.detach()
 

@@ -164,7 +164,7 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
 @pytest.mark.parametrize(
     "model, config, batch, reason",
     [
-        (nn.Conv2d(8, 8, 1, groups=8), ASKING, data(0, 16, 8, 9, 9), "one value"),
+        (nn.Conv2d(8, 8, 1, groups=8), ASKING, data(0, 16, 8, 9, 9), "single value"),
         (nn.Conv2d(8, 8, 3, groups=8), ITSELF, data(0, 16, 8, 9, 9), None),
         (nn.Linear(48, 16), ITSELF, data(0, 7, 48), None),
         (nn.Linear(48, 16), replace(ITSELF, input_activation=MINMAX), data(0, 256, 48), None),

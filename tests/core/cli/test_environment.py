@@ -23,7 +23,7 @@ def test_versions_are_those_of_what_runs(command: Command) -> None:
     found = printed(command)
     assert found["packages"]["torch"] == torch.__version__
     assert found["processor"]
-    assert f"{torch.get_num_threads()} threads" in found["torch_uses"]
+    assert f"{torch.get_num_threads()} thread" in found["torch_uses"]
 
 
 def test_a_plugin_is_listed_with_its_package(command: Command) -> None:

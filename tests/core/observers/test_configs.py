@@ -169,7 +169,6 @@ IN_A_SPEC = {
     "a bound that is a flag": ({"quant_max": True}, "quant_max .*True"),
     "a bound outside the dtype": ({"quant_max": 128}, "quant_max=128"),
     "blocks that are a number": ({"block_size": 32}, "block_size .*32"),
-    "a channel scheme without axis": ({"qscheme": "per_channel_affine"}, "ch_axis"),
     "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer .*'MinMaxObserver'"),
     "an unknown observer": (
         {"observer": {"observer": "MinMaxObserve"}}, "observer.observer .*'MinMaxObserve'.*'MinMaxObserver'"

@@ -225,6 +225,9 @@ def test_there_are_no_other_names() -> None:
 class Halving(FakeQuantizeBase):
     """A fake-quantizer written from nothing: halves the steps of a sixteenth."""
 
+    def __init__(self, dtype: torch.dtype, **of_the_specification: Any) -> None:
+        super().__init__(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.round(x * 16) / 16 if self.fake_quant_enabled else x
 

@@ -57,7 +57,7 @@ def a_linear(
     columns = weight.sum(1).float() if rows == Rows.AFFINE else None
     whole = -(-depth // UNIT) * UNIT
     added = torch.randn(channels) if bias else None
-    sizes = Sizes(channels, whole, group or whole, bits, int(rows))
+    sizes = Sizes(channels, whole, group or whole, bits, int(rows), depth)
     return Linear((*pack(integers, scales, points, bits), columns, added), sizes, weight)
 
 
@@ -212,10 +212,31 @@ def test_torch_knows_it(rows: Rows) -> None:
 
 @every_form
 def test_other_inputs_are_named(form: str) -> None:
-    linear = a_linear(8, 6, 64, None, Rows.FLOATS, zeros=False, bias=True)
-    for x in (torch.randn(3, 64).double(), torch.randn(3, 56), torch.randn(3, 65)):
+    linear = a_linear(8, 6, 63, None, Rows.FLOATS, zeros=False, bias=True)
+    for x in (torch.randn(3, 63).double(), torch.randn(3, 62), torch.randn(3, 64)):
         with pytest.raises(ValueError, match=r"linear_packed.*x float32"):
             FORMS[form](*linear.arguments(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    linear, x = a_linear(4, 21, 64, 32, Rows.FLOATS, zeros=True, bias=True), torch.randn(13, 64)
+    expected = OPERATOR(*linear.arguments(x))
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(OPERATOR(*linear.arguments(x)), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("place", [1, 4])  # scales, bias
+def test_constants_of_another_dtype_are_named(place: int) -> None:
+    linear, x = a_linear(8, 6, 64, None, Rows.FLOATS, zeros=False, bias=True), torch.randn(3, 64)
+    tensors = [
+        None if t is None else t.half() if n == place else t for n, t in enumerate(linear.tensors)
+    ]
+    with pytest.raises(ValueError, match=r"linear_packed.*float16"):
+        OPERATOR(x, *tensors, [*linear.sizes])
 
 
 def test_scales_take_half_the_bytes_where_bfloat16_holds_them() -> None:

@@ -36,7 +36,7 @@ def per_token(region: Region) -> Node:
     """
     source = region.dynamic("input")
     if source.dims != 1 or (source.low, source.high, source.dtype) != (-128, 127, torch.int8):
-        raise NotLowerable(f"{source.node.name} is not quantized to the whole of int8 by row")
+        raise NotLowerable(f"{source.node.name} is not quantized per row over the full int8 range")
     depth = region.quantized("weight").tensor.shape[1]
     if depth > kit.MAX_DEPTH:
         raise NotLowerable(f"sums of {depth} products may leave 32 bits")
@@ -55,7 +55,9 @@ def _call(region: Region, source: Node, rows: Rows) -> Node:
         for name, value in zip(names, (*packed, columns), strict=True)
     ]
     depth = -(-values.shape[1] // UNIT) * UNIT
-    sizes = Sizes(len(values), depth, weight.group or depth, bits, int(rows))
+    sizes = Sizes(
+        len(values), depth, weight.group or depth, bits, int(rows), inputs=values.shape[1]
+    )
     bias = region.argument("linear", "bias")
     bias = bias if bias is None else _in_float32(region, bias)
     arguments = (_in_float32(region, source), *constants, bias, [*sizes])

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linears by weights of four or eight bits, with scales for groups of inputs, as native/packed_linear.py
 // packs them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX-512 and VNNI
-// the latter are multiplied as bytes; elsewhere their integers are multiplied as floats, which is as exact: a
-// group of four bits sums to less than 2 ** 24.
+// the latter are multiplied as bytes; elsewhere as floats, whose sums may round.
 #pragma once
 
 #include <algorithm>

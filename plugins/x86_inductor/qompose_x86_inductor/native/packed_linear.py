@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from qompose.errors import QomposeWarning, UserError
 from torch import Tensor
 
 from qompose_x86_inductor.native import vnni
@@ -24,17 +25,20 @@ _HEADER: Final = Path(__file__).with_name("packed_linear.h")
 _SHIM: Final = Path(__file__).with_name("packed_linear_shim.h")
 _CODE: Final = """// {digest}
 #include "{header}"
+#include <new>
 extern "C" int linear_packed(const float* x, const uint8_t* weight, const void* scales,
                              const int8_t* zero_points, const float* columns, const float* bias, float* out,
                              const int64_t* n, int threads) {{
   using namespace qompose_x86::packed;
   try {{
-    compute({{n[0], n[3], n[2], n[4], int(n[5]), RowMode(n[6]), weight, scales, n[7] != 0, zero_points,
+    compute({{n[0], n[3], n[2], n[4], int(n[5]), RowMode(n[6]), weight, scales, n[8] != 0, zero_points,
               columns, bias, out}},
             x, n[1], threads);
     return 0;
-  }} catch (...) {{
+  }} catch (const std::bad_alloc&) {{
     return 1;
+  }} catch (...) {{
+    return 2;
   }}
 }}
 """
@@ -45,8 +49,17 @@ Compute = Callable[[Tensor, tuple[Tensor | None, ...], tuple[int, ...]], Tensor]
 
 @functools.cache
 def compiled() -> Compute | None:
-    """Return what runs the C++; None, with a warning, where it does not compile or nobody wants it."""
-    if os.environ.get("QOMPOSE_NATIVE_CODE") == "0":
+    """Return what runs the C++; None where QOMPOSE_NATIVE_CODE=0, or it does not compile (a warning).
+
+    Raises:
+        UserError: the variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get("QOMPOSE_NATIVE_CODE", "1")
+    if wanted not in ("0", "1"):
+        raise UserError(
+            f"the environment variable QOMPOSE_NATIVE_CODE must be 0 or 1, got {wanted!r}"
+        )
+    if wanted == "0":
         return None
     from torch._inductor.codecache import CppCodeCache
 
@@ -55,8 +68,9 @@ def compiled() -> Compute | None:
         function = CppCodeCache.load(code, needs_vec_isa=True).linear_packed
     except Exception as error:  # whatever a compiler, or its absence, raises
         warnings.warn(
-            "C++ of x86_inductor for weights of few bits cannot be compiled, and torch's operators, "
-            f"which are slow, run in its place: {type(error).__name__}: {str(error)[:200]}",
+            "x86_inductor's C++ for packed weights could not be compiled; slower torch operators run "
+            f"instead: {type(error).__name__}: {str(error)[:200]}",
+            QomposeWarning,
             stacklevel=2,
         )
         return None
@@ -66,7 +80,7 @@ def compiled() -> Compute | None:
 def _call(
     function: Callable[..., int], x: Tensor, tensors: tuple[Tensor | None, ...], n: tuple[int, ...]
 ) -> Tensor:
-    out = torch.empty(x.shape[0], n[0])
+    out = x.new_empty(x.shape[0], n[0])
     scales = tensors[1]
     assert scales is not None
     numbers = (*x.shape, *n, scales.dtype == torch.bfloat16)
@@ -78,8 +92,10 @@ def _call(
         (ctypes.c_int64 * len(numbers))(*numbers),
         torch.get_num_threads(),
     )
+    if failed == 1:
+        raise MemoryError(f"qompose_x86::linear_packed: no memory for rows of {tuple(x.shape)}")
     if failed:
-        raise MemoryError("there is no memory for rows of a linear")
+        raise RuntimeError("qompose_x86::linear_packed failed in its C++")
     return out
 
 

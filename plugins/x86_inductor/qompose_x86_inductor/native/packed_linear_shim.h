@@ -25,7 +25,7 @@
 namespace qompose_x86 {
 namespace packed {
 
-enum Size { CHANNELS, DEPTH, GROUP, BITS, MODE, SIZES };
+enum Size { CHANNELS, DEPTH, GROUP, BITS, MODE, INPUTS, SIZES };
 
 template <typename T>
 const T* values_if(AtenTensorHandle* tensor, int32_t dtype, int64_t count) {
@@ -41,7 +41,7 @@ inline AtenTensorHandle call(AtenTensorHandle x, AtenTensorHandle weight, AtenTe
   check(aoti_torch_get_dim(x, &axes));
   check(aoti_torch_get_sizes(x, &sizes));
   const int64_t given = sizes[axes - 1];
-  require(given <= s[DEPTH] && s[DEPTH] < given + UNIT, "x has other channels than the weight");
+  require(given == s[INPUTS], "x has other channels than the weight");
   std::vector<int64_t> shape(sizes, sizes + axes), strides(axes);
   shape.back() = s[CHANNELS];
   for (int64_t axis = axes - 1; axis >= 0; --axis) {

@@ -17,6 +17,7 @@ weight into floats.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,6 +39,16 @@ FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """The types of inputs of linears with such weights; the arithmetic is that of float32."""
 
 
+_CONSTANTS: Final = {
+    "weight": (torch.uint8,),
+    "scales": (torch.float32, torch.bfloat16),
+    "zeros": (torch.int8,),
+    "columns": (torch.float32,),
+    "bias": (torch.float32,),
+}
+"""The tensors of a weight, and the types that the C++ reads."""
+
+
 class Rows(enum.IntEnum):
     """How rows are multiplied; `enum RowMode` of packed_linear.h."""
 
@@ -47,13 +58,17 @@ class Rows(enum.IntEnum):
 
 
 class Sizes(NamedTuple):
-    """Numbers of a weight; ``depth`` is that of its inputs, in whole units, ``group`` that with one scale."""
+    """Numbers of a weight.
+
+    ``inputs`` are those of a row, ``depth`` the same in whole units, ``group`` how many share a scale.
+    """
 
     channels: int
     depth: int
     group: int
     bits: int
     rows: int
+    inputs: int
 
 
 class Packed(NamedTuple):
@@ -143,6 +158,7 @@ def _compute(x: Tensor, *arguments: Any) -> Tensor:
     if compute is None:
         return reference(x, *arguments)
     _check(x, sizes)
+    _check_constants(tensors)
     if sizes[1] == 0:
         return _without_inputs(x, tensors[-1], Sizes(*sizes))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -156,11 +172,22 @@ def _without_inputs(x: Tensor, bias: Tensor | None, of: Sizes) -> Tensor:
 
 def _check(x: Tensor, sizes: list[int]) -> None:
     of = Sizes(*sizes)
-    if x.dtype != torch.float32 or x.dim() == 0 or not 0 <= of.depth - x.shape[-1] < UNIT:
+    if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] != of.inputs:
         raise ValueError(
-            f"{NAMESPACE}::linear_packed: expected x float32 (..., in) with up to {of.depth} inputs, got "
-            f"{x.dtype} {tuple(x.shape)}"
+            f"{NAMESPACE}::linear_packed: expected x float32 (..., {of.inputs}), got {x.dtype} "
+            f"{tuple(x.shape)}"
         )
+
+
+def _check_constants(tensors: Sequence[Tensor | None]) -> None:
+    """Check what the C++ reads by address: a module may have been converted to another dtype."""
+    for name, tensor, dtypes in zip(_CONSTANTS, tensors, _CONSTANTS.values(), strict=True):
+        if tensor is not None and (tensor.dtype not in dtypes or not tensor.is_contiguous()):
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                f"{NAMESPACE}::linear_packed: expected {name} contiguous and {wanted}, got {tensor.dtype}; "
+                "convert the model's dtype before it is quantized"
+            )
 
 
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
