@@ -181,7 +181,8 @@ def test_rows_may_be_symmetric() -> None:
     converted, lowered = quantized(model, config, x)
     (call,) = [node for node in lowered.graph.nodes if node.op == "call_function"]
     assert call.target is linear_packed.OPERATOR
-    assert call.args[-1][-1] == linear_packed.Rows.SYMMETRIC  # type: ignore[index]
+    sizes = linear_packed.Sizes(*call.args[-1])  # type: ignore[misc]
+    assert sizes.rows == linear_packed.Rows.SYMMETRIC
     assert sqnr(converted(x), lowered(x)) > 90
 
 
