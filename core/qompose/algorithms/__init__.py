@@ -9,8 +9,8 @@ from qompose.algorithms.awq import AWQ
 from qompose.algorithms.bias_correction import BiasCorrection
 from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.channel_factors import Divided
-from qompose.algorithms.channel_scaling import ChannelScaling
+from qompose.algorithms.channel_factors import Absorbers, Divided
+from qompose.algorithms.channel_paths import absorbers_of, find_absorbers
 from qompose.algorithms.discovery import load_algorithm
 from qompose.algorithms.equalization import Equalization
 from qompose.algorithms.gptq import GPTQ, SequentialGPTQ, compensated
@@ -20,7 +20,6 @@ from qompose.algorithms.products import (
     Inputs,
     NotChanged,
     Operands,
-    absorbers_of,
     change_products,
     check_own_integers,
     check_own_scales,
@@ -36,7 +35,7 @@ from qompose.algorithms.products import (
 )
 from qompose.algorithms.scale_search import ScaleSearch
 from qompose.algorithms.sign_round import SignRound
-from qompose.algorithms.smooth_quant import Smoothing
+from qompose.algorithms.smooth_quant import ChannelScaling, Smoothing
 from qompose.backend.discovery import algorithms
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS, AlgorithmChoice
 from qompose.spec.claim import Claim
@@ -44,6 +43,7 @@ from qompose.spec.qdq import for_each_value
 
 __all__ = [
     "GPTQ",
+    "Absorbers",
     "Algorithm",
     "Block",
     "Calibrated",
@@ -63,6 +63,7 @@ __all__ = [
     "check_own_scales",
     "columns_of",
     "compensated",
+    "find_absorbers",
     "for_each_value",
     "load_algorithm",
     "moments_read",

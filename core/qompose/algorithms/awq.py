@@ -9,8 +9,8 @@ column is rounded in finer steps, and the quiet ones that share a scale with it 
 The size of a channel is the root mean square of its inputs, and its factor a power of that size. Several
 powers are tried, each by the squared error of the product on second moments of the half of the examples
 that the sizes are not of, where no channel counts as more than eight times the median. All products that
-read a tensor get the same factors. The parameters of a normalization in front divide where nothing else reads
-it, else a product in the graph, in float.
+read a tensor get the same factors. Where nothing else reads it, the parameters of a normalization, a linear
+or a convolution in front divide (`qompose.algorithms.channel_paths`), else a product in the graph, in float.
 
 Inputs that are quantized too have SmoothQuant, which weighs both errors.
 """
@@ -29,18 +29,19 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import (
     JUDGED,
+    Absorbers,
     Divided,
     gain_needed,
     in_steps,
     who_divides,
 )
+from qompose.algorithms.channel_paths import find_absorbers
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
     NOTHING,
     InputMoments,
     NotChanged,
     Operands,
-    absorbers_of,
     channel_dim,
     groups_of,
     moments_asked,
@@ -102,7 +103,9 @@ class AWQ(Algorithm):
                 self._refuse(found, node, str(reason))
             else:
                 together[product.source].append(product)
-        return together
+        places = {node: place for place, node in enumerate(found.nodes.values())}
+        # A weight that takes up factors of the tensor behind it has its own, which are found without them.
+        return dict(sorted(together.items(), key=lambda item: places[item[0]]))
 
     def _refuse(self, found: Calibrated, node: Node, reason: str) -> None:
         found.refused.append(f"{self.word} of {describe(node)} was not made: {reason}")
@@ -152,16 +155,16 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
         raise NotChanged("the layers that read its input have its channels in different dimensions")
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
-    absorbers = absorbers_of(source, users, dim, found.readers, found.plan.group_of)
+    absorbers = find_absorbers(found, source, users, dim)
     trials = [_Trial.of(found, product) for product in products]
-    values, gain = _best(trials)
+    values, gain = _best(trials, absorbers)
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
             f"on calibration data held back the best factors would make the squared error {gain:.2f} times "
             f"smaller, and {needed} is needed"
         )
-    how = who_divides(absorbers, found.nodes)
+    how = who_divides(absorbers.parameters if absorbers else (), found.nodes)
     effect = (
         f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared error on "
         f"calibration data held back {gain:.2f} times smaller"
@@ -221,11 +224,13 @@ def _rounded(weight: Tensor, spec: Any) -> Tensor:
     return values_of_integers(integers_of(weight, q), q)
 
 
-def _best(trials: Sequence[_Trial]) -> tuple[Tensor, float]:
+def _best(trials: Sequence[_Trial], absorbers: Absorbers | None) -> tuple[Tensor, float]:
     """Return the factors of the power that is best on data held back, and how much smaller the error is."""
     none = trials[0].weight.new_ones(trials[0].weight.shape[1])
     before = sum(trial.error(none, half) for trial in trials for half in (0, 1))
     sizes = [torch.stack([trial.sizes(half) for trial in trials]).mean(0) for half in (0, 1)]
+    if absorbers is not None:
+        sizes = [absorbers.even(of_half) for of_half in sizes]
 
     def held_back(power: float) -> float:
         return sum(

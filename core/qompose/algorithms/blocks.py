@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qompose.algorithms.channel_factors import without_factors
 from qompose.algorithms.products import (
     InputMoments,
     Inputs,
@@ -306,7 +307,8 @@ class Block:
 
     def _run(self, side: PartlyRun, batch: int) -> tuple[Tensor, ...]:
         read = [side.node(name) for name in self.outputs]
-        return tuple(side.ahead(batch, side.place[self._end] + 1, read))
+        values = side.ahead(batch, side.place[self._end] + 1, read)
+        return tuple(map(without_factors, read, values))
 
     @cached_property
     def hashes(self) -> list[Tensor]:

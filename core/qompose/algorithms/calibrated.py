@@ -143,7 +143,8 @@ class Calibrated:
             weights: names of their weights, whose dimension 1 has the channels.
 
         Raises:
-            ValueError: it is divided already, or factors are not a positive, finite number for each channel.
+            ValueError: it is divided already, or factors are not a positive, finite number for each channel,
+                or differ where one row of a parameter takes up several.
         """
         found, values = self.factors, divided.values
         channels = value_of(self.nodes[source]).shape[divided.dim]
@@ -153,12 +154,19 @@ class Calibrated:
             )
         if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
             raise ValueError(f"factors of {source} must be {channels} positive and finite numbers")
-        absorbed = [(name, (divided.values, 1)) for name in weights]
-        absorbed += [(name, (1 / divided.values, 0)) for name in divided.absorbers]
+        absorbed, taking = [(name, (values, 1)) for name in weights], [*weights]
+        if divided.absorbers is not None:
+            of_rows, rows = divided.absorbers.of_rows(values), divided.absorbers.rows
+            if not torch.equal(of_rows[rows.to(values.device)], 1 / values):
+                raise ValueError(f"factors of {source} differ where one row takes up several")
+            absorbed += [(name, (of_rows, 0)) for name in divided.absorbers.parameters]
+            taking += [
+                n for n in divided.absorbers.parameters if self.nodes[n] in self.group_of_value
+            ]
         for name, factor in absorbed:
             found.taken_up.setdefault(name, []).append(factor)
         found.divided[source] = divided
-        found.weights.update((self.weight_group(name), name) for name in weights)
+        found.weights.update((self.weight_group(name), name) for name in taking)
 
     def scheme(self, number: int) -> Scheme:
         """Return how a group of activations is quantized."""

@@ -15,9 +15,10 @@ from qompose.observers.channel_ranges import OUTPUT
 from qompose.observers.make_observer import make_observer
 from qompose.plan.plan import Group, Plan
 from qompose.program.graph import constant_of
-from qompose.program.meta import FACTORS_TAG, tag
+from qompose.program.meta import FACTORS_TAG, tag, tag_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import Absorbed, axis_of, in_rows
+from qompose.spec.qparams import along
 
 JUDGED = 256
 """How many outputs of products, at least, an error with factors is measured on; they are spread over all."""
@@ -26,7 +27,7 @@ _FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
 _STEPS_PER_OCTAVE = 4
 
 
-def gain_needed(absorbers: Sequence[str]) -> float:
+def gain_needed(absorbers: object) -> float:
     """Return how many times smaller an error has to become for factors, with what takes them up if any."""
     return _FOR_NOTHING if absorbers else _FOR_A_PASS
 
@@ -62,7 +63,38 @@ class Factors:
         return f"squared error on calibration data held back {self.gain:.1f} times smaller"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Absorbers:
+    """Parameters in front of a tensor that take up the factors of its channels.
+
+    Attributes:
+        parameters: their names; each has the rows along its first dimension.
+        rows: the row that each channel of the tensor comes from, `(C,)`; several may come from one.
+        count: how many rows there are; those that no channel comes from stay as they are.
+        held: by name of each value from theirs to the tensor, the rows of its elements, in a shape that
+            broadcasts against it.
+    """
+
+    parameters: tuple[str, ...]
+    rows: Tensor
+    count: int
+    held: Mapping[str, Tensor]
+
+    def even(self, values: Tensor) -> Tensor:
+        """Return the mean of numbers for channels, `(C,)`, over those that come from the same row."""
+        sums = torch.zeros(self.count, dtype=values.dtype).index_add_(0, self.rows, values.cpu())
+        counts = torch.zeros(self.count, dtype=values.dtype)
+        counts.index_add_(0, self.rows, torch.ones_like(sums[self.rows]))
+        return (sums / counts)[self.rows].to(values.device)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return what rows are multiplied by, `(count,)`, if channels are divided by factors, `(C,)`."""
+        vector = values.new_ones(self.count)
+        vector[self.rows.to(values.device)] = 1 / values
+        return vector
+
+
+@dataclass(frozen=True, eq=False)
 class Divided:
     """A float tensor that some operators read divided by factors of its channels.
 
@@ -76,7 +108,7 @@ class Divided:
     values: Tensor
     dim: int
     users: tuple[str, ...]
-    absorbers: tuple[str, ...] = ()
+    absorbers: Absorbers | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +151,10 @@ class ChannelFactors:
         """Return all other parameters that take up factors, with those: biases, and what makes an input."""
         sides = [group.balance for group in self.plan.groups if group.balance is not None]
         names = [name for side in sides for name in (*side.biases, *side.absorbers)]
-        names += [name for divided in self.divided.values() for name in divided.absorbers]
-        changed = (name for name in names if name in self.taken_up)
+        found = (divided.absorbers for divided in self.divided.values())
+        names += [name for absorbers in found if absorbers for name in absorbers.parameters]
+        as_integers = {*self.weights.values()}
+        changed = (n for n in names if n in self.taken_up and n not in as_integers)
         return {n: self.constant(n).to(parameter_of(self.nodes[n]).dtype) for n in changed}
 
     def qparams_of_rows(self, number: int) -> tuple[Tensor, Tensor] | None:
@@ -155,9 +189,18 @@ def commit_factors(found: ChannelFactors) -> None:
         if balance is not None and (balance.side == OUTPUT or balance.absorbers):
             for name in _given_by(group.points[0].source, found.plan.claims):
                 _tag_factors(found.nodes[name], [(balance.dim, 1 / factors.values)])
-    for name, divided in found.divided.items():
-        if divided.absorbers:
-            _tag_factors(found.nodes[name], [(divided.dim, 1 / divided.values)])
+    for divided in found.divided.values():
+        if divided.absorbers is not None:
+            _tag_path(found.nodes, divided.absorbers, divided.values)
+
+
+def without_factors(node: Node, value: Tensor) -> Tensor:
+    """Return a value of a node as it is where no parameters have taken up factors."""
+    for dim, numbers in tag_of(node, FACTORS_TAG) or ():
+        vector = torch.tensor(numbers, dtype=value.dtype, device=value.device)
+        of_dim = isinstance(dim, int)
+        value = value / (along(vector, dim, value.dim()) if of_dim else vector.view(dim))
+    return value
 
 
 def _given_by(source: str, claims: Iterable[Claim]) -> list[str]:
@@ -176,6 +219,15 @@ def parameter_of(node: Node) -> Tensor:
 def is_per_channel(group: Group) -> bool:
     """Tell whether a weight has a scale for each of its output channels."""
     return axis_of(group.spec) == 0
+
+
+def _tag_path(nodes: Mapping[str, Node], absorbers: Absorbers, values: Tensor) -> None:
+    """Tag all values between the parameters that take up factors and what these are for."""
+    of_rows = absorbers.of_rows(values.cpu())
+    for name, rows in absorbers.held.items():
+        before = tag_of(nodes[name], FACTORS_TAG) or []
+        own = [list(rows.shape), of_rows[rows.flatten()].tolist()]
+        tag(nodes[name], **{FACTORS_TAG: [*before, own]})
 
 
 def _tag_factors(node: Node, factors: list[tuple[int, Tensor]]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,83 +226,6 @@ def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -
 def groups_of(node: Node) -> int:
     """Return the groups of a convolution; a linear is one."""
     return int(arguments_of(node).get("groups", 1))
-
-
-_NORMS = (torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default)
-
-
-def absorbers_of(
-    source: Node,
-    users: Collection[str],
-    dim: int,
-    readers: Mapping[int, int],
-    quantized: Container[Point],
-) -> tuple[str, ...]:
-    """Return the parameters in front of a tensor that may take up the factors of its channels.
-
-    They are those of a normalization, whose scale may be a product of its own. There are none where others
-    read the tensor, or the parameters.
-
-    Args:
-        users: the operators for which the channels are divided.
-        dim: the dimension of the channels.
-        readers: of each parameter, by address (`count_readers`).
-        quantized: points that are quantized: parameters that are integers take up none.
-    """
-    # Observers of sums, which nothing reads, read it too; all others do so for somebody.
-    reading = (user for user in source.users if user.op != "call_module" or user.users)
-    if {user.name for user in reading} != set(users):
-        return ()
-    if source.target in _NORMS:
-        given = arguments_of(source)
-        found, shape = [given["weight"], given.get("bias")], given["normalized_shape"]
-        fits = given["weight"] is not None and len(shape) == 1
-    elif source.target is torch.ops.aten.mul.Tensor:
-        found = [n for n in source.args if isinstance(n, Node) and constant_of(n) is not None]
-        fits = len(found) == 1 and any(_is_normalized(n) for n in source.args if n not in found)
-    else:
-        return ()
-    parameters = [node for node in found if isinstance(node, Node)]
-    if not fits or dim != value_of(source).dim() - 1:
-        return ()
-    private = all(
-        (constant := constant_of(node)) is not None
-        and constant.dim() == 1
-        and constant.shape[0] == value_of(source).shape[-1]
-        and readers.get(address_of(constant), 0) == 1
-        and Point(node.name, source.name) not in quantized
-        for node in parameters
-    )
-    return tuple(node.name for node in parameters) if private else ()
-
-
-def _is_normalized(value: Any) -> bool:
-    """Tell whether a value is another over the root of something, as RMS norms are written."""
-    value = _behind_casts(value)
-    if not isinstance(value, Node):
-        return False
-    if value.target is torch.ops.aten.mul.Tensor:
-        return any(_calls(read, torch.ops.aten.rsqrt.default) for read in value.args)
-    if value.target is torch.ops.aten.div.Tensor:
-        return _calls(value.args[1], torch.ops.aten.sqrt.default)
-    return False
-
-
-def _calls(value: Any, target: Any) -> bool:
-    value = _behind_casts(value)
-    return isinstance(value, Node) and value.target is target
-
-
-def _behind_casts(value: Any) -> Any:
-    casts = (
-        torch.ops.aten.to.dtype,
-        torch.ops.aten._to_copy.default,
-        torch.ops.aten.to.dtype_layout,
-    )
-    value = behind_modules(value)
-    while isinstance(value, Node) and value.target in casts:
-        value = behind_modules(value.args[0])
-    return value
 
 
 def times(value: Tensor, vector: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class Speaker:
     values: tuple[str, ...]
     grid: ReaderGrid | None
     integers: bool
-    factors: tuple[tuple[int, tuple[float, ...]], ...]
+    factors: tuple[tuple[int | tuple[int, ...], tuple[float, ...]], ...]
     passes_on: bool
     kernel: bool
 
@@ -257,8 +257,11 @@ class Speaker:
         return Given(torch.empty_like(own).copy_(wanted))
 
 
-def _along(value: Tensor, dim: int, factors: tuple[float, ...]) -> Tensor:
-    return along(torch.tensor(factors, dtype=value.dtype), dim % value.dim(), value.dim())
+def _along(value: Tensor, dim: int | tuple[int, ...], factors: tuple[float, ...]) -> Tensor:
+    numbers = torch.tensor(factors, dtype=value.dtype)
+    if isinstance(dim, tuple):
+        return numbers.view(dim)
+    return along(numbers, dim % value.dim(), value.dim())
 
 
 def speakers_in(graph: GraphModule) -> dict[Node, Speaker]:
@@ -270,7 +273,10 @@ def speakers_in(graph: GraphModule) -> dict[Node, Speaker]:
 
 def _speaker(node: Node, values: tuple[str, ...]) -> Speaker:
     integers = tag_of(node, INTEGERS_TAG)
-    factors = tuple((dim, tuple(f)) for dim, f in tag_of(node, FACTORS_TAG) or ())
+    factors = tuple(
+        (tuple(dim) if isinstance(dim, list) else dim, tuple(f))
+        for dim, f in tag_of(node, FACTORS_TAG) or ()
+    )
     facts = (factors, _passes_on(node), tag_of(node, KERNELS_TAG) is not None)
     if integers is not None:
         return Speaker(values, ReaderGrid(*integers), True, *facts)

@@ -71,8 +71,8 @@ def untag(node: Node, fact: str) -> None:
 
 VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
 """Facts that tell which values of the exported program a node gives (`plan.operator_ids.identify`), and
-as which integers where it gives those: scale, zero point, least and largest; and by which factors, with their
-dimensions, it is off the value itself where channels are balanced."""
+as which integers where it gives those: scale, zero point, least and largest; and by which factors it is off
+the value itself where channels are balanced, each with its dimension or the shape that they have together."""
 _OF_VALUES = (VALUE_TAG, INTEGERS_TAG, FACTORS_TAG)
 
 

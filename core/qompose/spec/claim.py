@@ -131,7 +131,7 @@ class AddedBias:
 class Product:
     """The parameters of a claimed product, and which dimensions of its tensors its channels are.
 
-    `balanced` tells whether its configuration lets them be balanced (`qompose.algorithms.channel_scaling`).
+    `balanced` tells whether its configuration lets them be balanced (`qompose.algorithms.smooth_quant`).
     """
 
     weight: str

@@ -423,7 +423,7 @@ class QuantizationConfig:
     """A specification per role of an operator. None leaves that role in float.
 
     `balance` lets channels of very different size get factors of their own at the border to float
-    operators (`algorithms.channel_scaling`).
+    operators (`algorithms.smooth_quant`).
 
     `algorithms` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "awq",
     "scale_search", "gptq", "bias_correction", words that installed packages offer, and objects of

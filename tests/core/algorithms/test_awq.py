@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.algorithms import Algorithm, Divided, Operands, product_node
+from qompose.algorithms import Algorithm, Divided, Operands, SignRound, product_node
 from qompose.errors import ConfigError, MemberError
 from qompose.observers import PerBlockMinMaxObserver
 from qompose.observers.config import weight_spec
@@ -200,6 +201,116 @@ def test_in_float_the_program_computes_what_it_did(fold: bool) -> None:
     seen = randn(256, 48)
     scaled = converted(model, wide, seen, fold_quantize=fold)
     assert sqnr(model(seen), scaled(seen)) > 100
+
+
+class Unrounded(torch.fx.Interpreter):
+    """Runs a converted program as if nothing were rounded, with its float parameters."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in qdq.QUANTIZE | qdq.DEQUANTIZE:
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    """Of two heads, by one linear for queries, keys and values."""
+    n, t, c = x.shape
+    q, k, v = m.first(x).view(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+    return m.last(mixed.transpose(1, 2).reshape(n, t, c)) + x
+
+
+def written_attention(m: Any, x: Tensor) -> Tensor:
+    """Of four heads, two of which share keys and values."""
+    n, t, c = x.shape
+    kv = m.first(x).chunk(2, -1)
+    k, v = (
+        part.view(n, t, 2, 1, c // 4).expand(n, t, 2, 2, c // 4).reshape(n, t, 4, c // 4)
+        for part in kv
+    )
+    q, k, v = (part.transpose(1, 2) for part in (x.view(n, t, 4, c // 4), k, v))
+    mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    return m.last(mixed.transpose(1, 2).reshape(n, t, c))
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    return m.last(nn.functional.silu(m.gate(x)) * m.first(x))
+
+
+def convolved(m: Any, x: Tensor) -> Tensor:
+    image = x.transpose(1, 2).reshape(len(x), 48, 4, 4)
+    return m.last(nn.functional.max_pool2d(m.first(image).relu(), 2).flatten(1))
+
+
+def smooth(m: Any, x: Tensor) -> Tensor:
+    return m.last(nn.functional.gelu(m.first(x)))
+
+
+def twice_read(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x)
+    return m.last(h.relu()) + h
+
+
+FOLDED = {
+    "attention": (attention, nn.Linear(48, 144), nn.Linear(48, 48)),
+    "shared heads": (written_attention, nn.Linear(48, 48), nn.Linear(48, 48)),
+    "gate": (gated, nn.Linear(48, 48), nn.Linear(48, 48)),
+    "convolution": (convolved, nn.Conv2d(48, 24, 1), nn.Linear(96, 48)),
+}
+LEFT = {
+    "gelu": (smooth, nn.Linear(48, 48), nn.Linear(48, 48)),
+    "another reads it": (twice_read, nn.Linear(48, 48), nn.Linear(48, 48)),
+}
+
+
+def loud_rows(forward: Callable[..., Tensor], first: nn.Module, last: nn.Module) -> Any:
+    """Two layers, the last rows of the first of which are loud one by one."""
+    model = seeded(Model(forward, first=first, last=last, gate=nn.Linear(48, 48)))
+    with torch.no_grad():
+        model.first.weight[-20::5] *= 30.0
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_layer_in_front_takes_up_the_factors(name: str) -> None:
+    """In float the program is the same to rounding, without another operator; its report says so."""
+    model = loud_rows(*map(copy.deepcopy, FOLDED[name]))
+    seen, other = randn(16, 16, 48), randn(16, 16, 48, seed=1)
+    plain, scaled = (converted(model, config, seen, fold_quantize=False) for config in (PLAIN, AWQ))
+    assert multiplications(scaled) == multiplications(plain)
+    (line,) = (line for line in said(scaled)[0] if "first.weight and first.bias" in line)
+    assert "(aten.linear in last)" in line
+    assert not torch.equal(scaled.first.weight, model.first.weight)
+    with torch.no_grad():
+        assert sqnr(model(other), Unrounded(scaled).run(other)) > 120
+        found = sqnr(model(other), scaled(other))
+        assert found > sqnr(model(other), plain(other)) + 0.1
+    compared = qompose.compare(export(model, other), scaled, [(other,)])
+    assert min(row.sqnr for row in compared.rows) > found - 3, "values on the way have factors"
+
+
+def test_blocks_are_compared_without_factors() -> None:
+    """A layer alone, whose rows have taken up factors, has the outputs that it had."""
+    model = loud_rows(*map(copy.deepcopy, FOLDED["gate"]))
+    *seen, other = (randn(16, 16, 12, seed=n) @ randn(12, 48, seed=5) / 4 for n in range(3))
+    config = replace(PLAIN, algorithms=("awq", SignRound(iterations=8)))
+    prepared = qompose.calibrate(
+        prepare(export(model, seen[0]), toy(*PRODUCTS, config=config)), seen
+    )
+    trained, scaled = qompose.convert_pt2e(prepared), converted(model, AWQ, *seen)
+    made = lines(trained, "sign_round")[0]
+    assert said(trained)[0] and any("linear in first" in line for line in made)
+    assert sqnr(model(other), trained(other)) > sqnr(model(other), scaled(other)) + 1
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_no_factor_passes_through_has_a_product_in_the_graph(name: str) -> None:
+    model = loud_rows(*map(copy.deepcopy, LEFT[name]))
+    seen, other = randn(16, 16, 48), randn(16, 16, 48, seed=1)
+    plain, scaled = (converted(model, config, seen) for config in (PLAIN, AWQ))
+    assert not any("first.weight" in line for line in said(scaled)[0])
+    assert multiplications(scaled) > multiplications(plain)
+    assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) - 0.5
 
 
 def test_reports_and_questions_know_the_factors(tmp_path: Path) -> None:
