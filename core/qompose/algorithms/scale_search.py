@@ -7,10 +7,15 @@ block the one of least squared error is taken.
 
 The error of a product goes by the inputs of its columns: `sum(v e^2) + sum(m e)^2` for errors `e` of the
 weight, and variances `v` and means `m` of the channels, as if these did not correlate. The second term
-counts, since what is clipped often lies on one side of 0. Parts are chosen by each half of the examples and
-judged by the other, and the range of all values stays unless they are better there. Without data, `v` and
-`m` would have to be supposed: some networks gain and others lose by that, so it is done only where somebody
-asks for it by word. A table has no inputs: its error is that of its values.
+counts, since what is clipped often lies on one side of 0.
+
+Inputs do correlate, and what is best without that may be worse with it. So parts are chosen by each half of
+the examples and judged by the other, there with a sketch of the inputs as they are
+(`qompose.observers.input_sums`). The range of all values stays unless the error of the whole product is
+smaller.
+
+Without data, `v` and `m` would have to be supposed: some networks gain and others lose by that, so it is done
+only where somebody asks for it by word. A table has no inputs: its error is that of its values.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,8 +42,9 @@ from qompose.algorithms.products import (
     groups_of,
     operands_of,
     product_node,
+    taps_of,
 )
-from qompose.observers.input_sums import Columns
+from qompose.observers.input_sums import SKETCHED, Columns
 from qompose.observers.make_observer import make_observer
 from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.graph import constant_of
@@ -50,6 +56,8 @@ from qompose.spec.qparams import in_blocks
 _PARTS = (*(n / 40 for n in range(40, 31, -1)), *(n / 40 for n in range(41, 45)),
           *(n / 20 for n in range(15, 9, -1)))  # fmt: skip
 """Of the range of all values, that itself first; the first that is best is taken."""
+_NEEDED = 1.02
+"""How many times smaller the squared error has to become on data held back, which a sketch gives roughly."""
 _DOUBT = 0.3
 """What is added to each variance, in units of the mean square: other data may have louder channels."""
 
@@ -81,8 +89,8 @@ class ScaleSearch(Algorithm):
         asked = any(map(self.is_asked, claims))
         try:
             check_own_scales(found, number)
-            inputs, what = _inputs_of(found, number, asked=asked)
-            chosen, gain = _searched(found, number, q, inputs)
+            seen, what = _seen_by(found, number, asked=asked)
+            chosen, gain = _searched(found, number, q, seen)
         except NotChanged as reason:
             if asked or isinstance(reason, _UselessData):
                 found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
@@ -163,10 +171,54 @@ def _as_weight(values: Tensor, product: Operands) -> Tensor:
     return each.reshape(len(weight), -1, *taps)
 
 
-def _inputs_of(found: Calibrated, number: int, *, asked: bool) -> tuple[list[_Inputs], str]:
-    """Return the inputs by which parts are chosen, and what their error is called.
+@dataclass(frozen=True)
+class _Sketch:
+    """A sketch of the inputs of a product, of each half of the examples.
 
-    Those of both halves of the examples and of all; else the one that is supposed.
+    Attributes:
+        rows: `(2, groups, C / groups, 32)`.
+        transposed: whether it is that of a transposed convolution.
+    """
+
+    rows: Tensor
+    transposed: bool
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether the rows of the weight are not outputs that all read the same."""
+        return self.transposed or self.rows.shape[1] > 1
+
+    def error(self, off: Tensor, half: int) -> float:
+        """Return the squared error of outputs on one half if their weights, all or some rows, are off."""
+        of_half = self.rows[half].to(off)
+        taps = taps_of(off, len(of_half), self.transposed)
+        return float(torch.einsum("goit,gir->gotr", taps, of_half).square().sum())
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What ranges are chosen and judged by.
+
+    Attributes:
+        inputs: those of both halves of the examples and of all; else the one that is supposed.
+        sketches: of each product that reads the weight; none where inputs are supposed.
+    """
+
+    inputs: tuple[_Inputs, ...]
+    sketches: tuple[_Sketch, ...] = ()
+
+    def rows(self, first: int, last: int) -> _Seen:
+        """Return what is to be known for some rows of the weight."""
+        return replace(self, inputs=tuple(given.rows(first, last) for given in self.inputs))
+
+    def held_back(self, off: Sequence[Tensor]) -> float:
+        """Return the squared error of weights that are off by so much: by those of each half on that half."""
+        errors = (s.error(of, half) for s in self.sketches for half, of in enumerate(off))
+        return math.fsum(errors)
+
+
+def _seen_by(found: Calibrated, number: int, *, asked: bool) -> tuple[_Seen, str]:
+    """Return what ranges are chosen and judged by, and what their error is called.
 
     Raises:
         NotChanged: they are not known, and nobody asked by word.
@@ -174,20 +226,22 @@ def _inputs_of(found: Calibrated, number: int, *, asked: bool) -> tuple[list[_In
     numbers = found.plan.groups[number].claims
     one, none = torch.tensor(1.0), torch.tensor(0.0)
     if any(product_node(found.plan.claims[n], found.nodes) is None for n in numbers):
-        return [_Inputs(one, none)], "squared error"  # of a table, or of what is no plain product
+        # Of a table, or of what is no plain product.
+        return _Seen((_Inputs(one, none),)), "squared error"
     try:
         return _seen(found, [operands_of(found, n) for n in numbers]), _HELD_BACK
     except NotKnown:
         if not asked:
             raise
-        return [_Inputs(one, one)], "without data, squared error for inputs that are all alike"
+        supposed = _Seen((_Inputs(one, one),))
+        return supposed, "without data, squared error for inputs that are all alike"
 
 
 _HELD_BACK = "squared error on calibration data held back"
 
 
-def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
-    """Return the inputs of products that share a weight: of each half of the examples, and of all.
+def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
+    """Return the inputs of products that share a weight.
 
     Raises:
         NotKnown: they never saw data.
@@ -198,7 +252,8 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
     ]
     if any(observer is None or not bool(observer.count.any()) for observer, _ in seen):
         raise NotKnown("its input never saw calibration data")
-    sums = torch.stack([observer.total[:, 0] / powers for observer, powers in seen]).sum(0)
+    totals = [observer.total[:, 0] / powers for observer, powers in seen]
+    sums = torch.stack([total[:, :2] for total in totals]).sum(0)
     count = torch.stack([observer.count for observer, _ in seen]).sum(0)
     unit = sums.sum(0)[1].mean() / count.sum()
     if not bool(sums.isfinite().all()) or not unit > 0:
@@ -208,18 +263,29 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> list[_Inputs]:
             "too few different examples of its input were seen, and none can be held back"
         )
     halves = zip((*sums, sums.sum(0)), (*count, count.sum()), strict=True)
-    return [_Inputs.of(some, number, unit, products[0]) for some, number in halves]
+    inputs = (_Inputs.of(some, number, unit, products[0]) for some, number in halves)
+    sketches = (
+        _sketch(total[:, 2:], product) for total, product in zip(totals, products, strict=True)
+    )
+    return _Seen(tuple(inputs), tuple(sketches))
+
+
+def _sketch(rows: Tensor, product: Operands) -> _Sketch:
+    """Return the sketch of a product's inputs, from sums with signs of each half, `(2, 32, C)`."""
+    groups = rows.transpose(1, 2).unflatten(1, (groups_of(product.node), -1))
+    return _Sketch(groups.float(), product.node.target in TRANSPOSED)
 
 
 def _powers(found: Calibrated, product: Operands) -> Tensor | float:
-    """Return what sums of channels and of their squares are divided by, `(2, C)`, for factors."""
+    """Return what sums of channels, of their squares and with signs are divided by for factors."""
     values = factors_read(found, product)
-    return 1.0 if values is None else torch.stack([values.double(), values.double().square()])
+    if values is None:
+        return 1.0
+    one = values.double()
+    return torch.stack([one, one.square(), *[one] * SKETCHED])
 
 
-def _searched(
-    found: Calibrated, number: int, q: QParams, inputs: Sequence[_Inputs]
-) -> tuple[QParams, float]:
+def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[QParams, float]:
     """Return the parameters of least error, and how many times smaller that is.
 
     Raises:
@@ -227,23 +293,25 @@ def _searched(
     """
     group = found.plan.groups[number]
     weight = found.factors.constant(group.points[0].source)
-    in_parts = q.blocks or q.axis == 0
+    in_parts = (q.blocks or q.axis == 0) and not any(s.whole for s in seen.sketches)
     # Several scales along the first dimension are in no two parts.
     block = weight.shape[0] // q.scale.shape[0] if q.blocks else 1
     parts = in_rows(weight, multiple=block) if in_parts else [(0, len(weight), weight)]
-    pieces = [
-        _best(rows, q, group.spec, [given.rows(first, last) for given in inputs])
-        for first, last, rows in parts
-    ]
+    pieces = [_best(rows, q, group.spec, seen.rows(first, last)) for first, last, rows in parts]
     scales, zero_points, before, after = zip(*pieces, strict=True)
-    if not sum(after) < sum(before):
-        raise NotChanged(f"no other range has a smaller {_HELD_BACK if inputs[1:] else 'error'}")
+    gain = math.fsum(before) / max(math.fsum(after), NOTHING)
+    if not seen.sketches and not gain > 1:
+        raise NotChanged("no other range has a smaller error")
+    if seen.sketches and not gain >= _NEEDED:
+        raise NotChanged(
+            f"other ranges would make the {_HELD_BACK} {gain:.2f} times smaller, and {_NEEDED} is needed"
+        )
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
-    return replace(q, scale=scale, zero_point=zero_point), sum(before) / max(sum(after), NOTHING)
+    return replace(q, scale=scale, zero_point=zero_point), gain
 
 
 def _best(
-    values: Tensor, q: QParams, spec: Any, inputs: Sequence[_Inputs]
+    values: Tensor, q: QParams, spec: Any, seen: _Seen
 ) -> tuple[Tensor, Tensor, float, float]:
     """Return scale and zero point of least error, the error of the range of all values, and the least.
 
@@ -252,28 +320,53 @@ def _best(
     """
     observer: Any = make_observer(spec)
     observer(values)
-    best, whole = list[tuple[Tensor, ...]](), list[Tensor]()
-    for part in _PARTS:
-        scale, zero_point = observer.qparams_of_part(part)
-        now = replace(q, scale=scale, zero_point=zero_point)
-        off = values_of_integers(integers_of(values, now), now) - values.float()
-        errors = [given.error(off, now) for given in inputs]
-        held = [errors[1], errors[0], errors[2]] if errors[1:] else errors
-        tried = [(scale, zero_point, *pair) for pair in zip(errors, held, strict=True)]
-        whole = whole or held
-        best = [_better(*two) for two in zip(tried, best or tried, strict=True)]
-    judged = slice(0, max(1, len(inputs) - 1))
-    before, after = (
-        math.fsum(float(error.sum()) for error in which[judged])
-        for which in (whole, [found[3] for found in best])
-    )
-    return best[-1][0], best[-1][1], before, after
+    tried = (_Try.of(values, replace(q, scale=s, zero_point=z), seen.inputs)
+             for s, z in map(observer.qparams_of_part, _PARTS))  # fmt: skip
+    first = next(tried)
+    best = [first.chosen(at) for at in range(len(seen.inputs))]
+    for one in tried:
+        best = [_better(one.chosen(at), other) for at, other in enumerate(best)]
+    scale, zero_point, error = best[-1]
+    if not seen.sketches:
+        return scale, zero_point, float(first.errors[-1].sum()), float(error.sum())
+    chosen = [replace(q, scale=s, zero_point=z) for s, z, _ in (best[1], best[0])]
+    after = seen.held_back([_off(values, now) for now in chosen])
+    return scale, zero_point, seen.held_back([_off(values, first.q)] * 2), after
 
 
-def _better(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return scales, zero points and errors of the one by scale whose third, its error, is smaller."""
+Chosen: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Scale, zero point, and the error for each scale."""
+
+
+@dataclass(frozen=True)
+class _Try:
+    """Parameters, and the errors that they make by inputs, in the shape of the scales."""
+
+    q: QParams
+    errors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, values: Tensor, q: QParams, inputs: Sequence[_Inputs]) -> _Try:
+        off = _off(values, q)
+        return cls(q, tuple(given.error(off, q) for given in inputs))
+
+    def chosen(self, at: int) -> Chosen:
+        """Return scale, zero point and the error by inputs."""
+        return self.q.scale, self.q.zero_point, self.errors[at]
+
+
+def _off(values: Tensor, q: QParams) -> Tensor:
+    """Return what values are off by once they are quantized."""
+    return values_of_integers(integers_of(values, q), q) - values.float()
+
+
+def _better(one: Chosen, other: Chosen) -> Chosen:
+    """Return scales, zero points and errors of the one whose error is smaller, by scale."""
     is_better = one[2] < other[2]
-    return tuple(torch.where(is_better, *pair) for pair in zip(one, other, strict=True))
+    scale, zero_point, error = (
+        torch.where(is_better, *pair) for pair in zip(one, other, strict=True)
+    )
+    return scale, zero_point, error
 
 
 def _of_scales(values: Tensor, q: QParams) -> Tensor:

@@ -284,7 +284,7 @@ def _check_means(means: Means) -> None:
 def _check_moments(moments: Moments) -> None:
     total, count = moments.total, moments.count
     shape = tuple(total.shape)
-    width = shape[-1] if moments.columns.correlated else 2
+    width = moments.columns.rows(shape[-1])
     if len(shape) != 4 or shape[0] != 2 or shape[2] != width:
         raise ValueError("second moments are not of columns")
     if total.dtype != torch.float64 or count.shape != (2,) or count.is_floating_point():

@@ -5,6 +5,10 @@ Means are sums of integers, since a sum of floats depends on the order: values a
 2**-24. The rounding averages out far below any quantization step. Second moments are sums of float64, which
 agree to about 1e-14 of their size whatever the order.
 
+Where second moments `X' X` of K columns would be too many, a sketch `S X` of some rows is kept, each a sum of
+all rows with signs of chance: `|S X e|^2` is `|X e|^2` on average for any error `e` (Alon, Matias and Szegedy
+1996). Signs come from the values of an example and the place in it, so that sketches can be added.
+
 The observers read the values themselves, and nothing reads them: what other observers are asked does not
 change.
 """
@@ -142,6 +146,11 @@ class MeanObserver(_SumObserver):
         self.largest = torch.tensor(means.largest, dtype=torch.float64)
 
 
+SKETCHED = 32
+"""Sums of rows with signs; what they say of an error is off by the root of 2/32, of many errors by less."""
+_ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
+
+
 @dataclass(frozen=True)
 class Window:
     """The spatial geometry of a convolution, a number for each dimension of the image.
@@ -165,13 +174,17 @@ class Columns:
         window: of a convolution that is not transposed: its columns are the taps of each channel. Else None,
             and the columns are the channels.
         correlated: whether products of two columns are kept. Else there are sums of each channel and of its
-            squares, in which equal rows of one example, as padding is, count once.
+            squares, and a sketch; equal rows of one example, as padding is, count once.
     """
 
     dim: int
     groups: int = 1
     window: Window | None = None
     correlated: bool = True
+
+    def rows(self, width: int) -> int:
+        """Return how many numbers are kept of each of so many columns."""
+        return width if self.correlated else 2 + SKETCHED
 
     def of(self, x: Tensor) -> Tensor:
         """Return the columns of an input for every row of the product, `(groups, N, C / groups * taps)`."""
@@ -205,7 +218,7 @@ class Moments:
     Attributes:
         columns: which values they are of.
         total: sums of products over rows, `(2, groups, K, K)` in float64, K = C / groups * taps; of columns
-            that are not correlated, sums of them and of their squares, `(2, groups, 2, K)`.
+            that are not correlated, sums of them, of their squares, and with signs, `(2, groups, 2 + 32, K)`.
         count: how many rows each half has, `(2,)` integers.
     """
 
@@ -242,7 +255,7 @@ class MomentObserver(_SumObserver):
         super().__init__()
         self.columns = columns
         self.asked = columns.correlated  # the others are for what can do without
-        shape = 2, columns.groups, width if columns.correlated else 2, width
+        shape = 2, columns.groups, columns.rows(width), width
         self.register_buffer("total", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
@@ -261,8 +274,9 @@ class MomentObserver(_SumObserver):
                     total[half].baddbmm_(rows.transpose(1, 2), rows)
                     count[half] += rows.shape[1]
                 else:
-                    rows = distinct_rows(some.double(), self.columns.dim)
-                    total[half] += torch.stack([rows.sum(0), rows.square().sum(0)])
+                    rows, signs = _distinct(some, self.columns.dim)
+                    sums = [rows.sum(0, keepdim=True), rows.square().sum(0, keepdim=True)]
+                    total[half] += torch.cat([*sums, signs.T @ rows])
                     count[half] += len(rows)
         self.total, self.count = total, count
 
@@ -302,14 +316,30 @@ def examples_in_parts(x: Tensor, hashes: Tensor, columns: Columns, half: int) ->
 
 def distinct_rows(x: Tensor, dim: int) -> Tensor:
     """Return the rows of channels along `dim`, those of one example that are equal once, `(N, C)`."""
-    rows = examples_of(x, dim)
+    return _distinct(x.double(), dim)[0]
+
+
+def _distinct(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return different rows of each example in float64, `(N, C)`, and the signs of each, `(N, 32)`."""
+    rows = examples_of(x.double(), dim)
     rows = rows.reshape(len(rows), -1, rows.shape[-1])
     # Different rows have different products with numbers that are no multiples of one another.
     numbers = torch.linspace(1.0, 2.0, rows.shape[-1], dtype=rows.dtype, device=rows.device).sin()
     keys, order = (rows * numbers).sum(-1).sort(dim=1, stable=True)
     new = torch.ones_like(keys, dtype=torch.bool)
     new[:, 1:] = keys[:, 1:] != keys[:, :-1]
-    return rows[torch.zeros_like(new).scatter_(1, order, new)]
+    examples, places = torch.zeros_like(new).scatter_(1, order, new).nonzero(as_tuple=True)
+    signs = _signs(example_hashes(x, dim).to(x.device)[examples], places)
+    return rows[examples, places], signs.to(rows.dtype)
+
+
+def _signs(hashes: Tensor, places: Tensor) -> Tensor:
+    """Return signs for rows of examples, `(N, 32)`: bits of a mixture of the example's hash and the place."""
+    mixed = (hashes + (places + 1) * _ODD) * _ODD
+    mixed = (mixed ^ (mixed >> 29)) * _ODD
+    mixed = (mixed ^ (mixed >> 32)) * _ODD
+    bits = torch.arange(24, 24 + SKETCHED, device=mixed.device)
+    return 1 - 2 * (mixed[:, None] >> bits & 1)
 
 
 _TOGETHER = 2**20
