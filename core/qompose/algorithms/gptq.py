@@ -187,7 +187,16 @@ class GPTQ(Algorithm):
             set_scales(found, product, q.scale, q.zero_point)
         set_integers(found, product, integers)
         effect = f"squared error on calibration data held back {gain:.2f} times smaller"
-        return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
+        return "; ".join([effect, *self._remarks(q, inputs)])
+
+    def _remarks(self, q: QParams, inputs: Inputs) -> Iterator[str]:
+        """Yield what else there is to say of a weight that was rounded."""
+        if inputs.number < inputs.channels:
+            yield (
+                f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
+            )
+        if not self.static_groups and not _has_groups_of_columns(q):
+            yield "static_groups=False changes nothing, as its columns have no scales by groups"
 
     def _forms(self, found: Calibrated, product: Operands, inputs: Inputs) -> list[_Form]:
         """Return the forms that are to be tried."""
@@ -255,10 +264,6 @@ def compensated(found: Calibrated, product: Operands, inputs: Inputs, otherwise:
     for rows, part, rounded in _rounded_parts(reader, q, inputs, form, together):
         result[rows] = part.as_parameter(rounded.positions)
     return result
-
-
-def _few(inputs: Inputs) -> str:
-    return f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
 
 
 def _has_groups_of_columns(q: QParams) -> bool:

@@ -59,6 +59,8 @@ class _Table:
         self.owner, self.rules, self.selectors = owner, rules, selectors
         self.index, self.unsafe = OperatorIndex(model), unsafe_values(model.graph)
         self.result = Proposal()
+        self._weighted: dict[tuple[str, str], list[bool]] = defaultdict(list)
+        """By selector and the algorithms it asks for, whether the rules of what it claims have weights."""
 
     def proposal(self, in_float: Mapping[OpOverload, str]) -> Proposal:
         """Return what the rules claim, and why they do not claim more."""
@@ -70,7 +72,17 @@ class _Table:
                     self._propose(rule, match)
         self.result.rejections += self._near_misses()
         self.result.rejections += self._left_in_float(in_float)
+        self.result.notes += self._without_weights()
         return self.result
+
+    def _without_weights(self) -> Iterator[str]:
+        """Yield what asks for algorithms and claims nothing that they could change."""
+        for (selector, words), weighted in self._weighted.items():
+            if words and not any(weighted):
+                yield (
+                    f"{self.owner}: {selector} asks for {words}, and no operator that it takes has a weight, "
+                    "so that nothing is changed"
+                )
 
     def _matches(self, rule: Rule) -> Iterator[Match]:
         with naming(rule):
@@ -98,7 +110,9 @@ class _Table:
                 others = _otherwise_selected(match, selection, self.selectors)
                 reason = others or fit.objection() or _written(match, self.unsafe)
         if reason is None:
-            assert fit is not None
+            assert fit is not None and config is not None
+            words = ", ".join(map(str, config.algorithms or ()))
+            self._weighted[selection.selector, words].append(bool(rule.weight))
             self.result.claims.append(fit.claim(self.owner, anchor, selection.selector))
             return
         names, distance = tuple(node.name for node in match.nodes), _distance(rule, config)
