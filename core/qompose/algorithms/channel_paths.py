@@ -276,7 +276,8 @@ def _handed_on(node: Node, rows: Mapping[Node, Rows]) -> Rows | None:
     places = [place for place in _places(node) if node.args[place] in rows]
     if len(places) != 1:
         return None
-    args, kwargs = map_arg((node.args, node.kwargs), argument)
+    read: Any = map_arg((node.args, node.kwargs), argument)
+    args, kwargs = read
     (place,) = places
     if node.target in _MOVES:
         result: Rows = _MOVES[node.target](*args, **kwargs)

@@ -272,8 +272,10 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
 
 def _sketch(rows: Tensor, product: Operands) -> _Sketch:
     """Return the sketch of a product's inputs, from sums with signs of each half, `(2, 32, C)`."""
-    groups = rows.transpose(1, 2).unflatten(1, (groups_of(product.node), -1))
-    return _Sketch(groups.float(), product.node.target in TRANSPOSED)
+    halves, _, channels = rows.shape
+    groups = groups_of(product.node)
+    of_groups = rows.transpose(1, 2).reshape(halves, groups, channels // groups, SKETCHED)
+    return _Sketch(of_groups.float(), product.node.target in TRANSPOSED)
 
 
 def _powers(found: Calibrated, product: Operands) -> Tensor | float:
