@@ -45,11 +45,12 @@ extern "C" void quantize(int threads, const float* x, int64_t images, int64_t ch
 
 extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors, AtenTensorHandle* other,
                                       const int64_t* sizes, const double* ends, AtenTensorHandle* result) {
-  const auto run = by_channel ? aoti_torch_cpu_vnni_depthwise : aoti_torch_cpu_vnni_product;
-  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, 15, ends, 6, result);
+  const auto run = by_channel ? aoti_torch_cpu_native_depthwise : aoti_torch_cpu_native_product;
+  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, qompose_x86::SIZES,
+             ends, qompose_x86::ENDS, result);
 }
 
-// `sizes`: as in vnni_recurrent.py; `tensors`: x, hidden, cell or null, weights, starts, values, three
+// `sizes`: as in recurrent.py; `tensors`: x, hidden, cell or null, weights, starts, values, three
 // results.
 extern "C" AOTITorchError recurrent(int threads, const int64_t* sizes, int64_t steps, int64_t batch,
                                     const int64_t* counts, void* const* tensors) {
@@ -72,8 +73,9 @@ extern "C" AOTITorchError recurrent(int threads, const int64_t* sizes, int64_t s
   });
 }
 
+#ifdef QOMPOSE_AVX512_VNNI
 // `sizes`: batches, heads, shared heads, queries, keys, width, value width; `numbers`: as in
-// vnni_attention.py.
+// attention.py.
 extern "C" void attention(int threads, const int64_t* sizes, const void* const* tensors,
                           const int64_t* strides, int mask_kind, const int64_t* numbers, const double* ends,
                           void* out) {
@@ -90,3 +92,4 @@ extern "C" void attention(int threads, const int64_t* sizes, const void* const* 
   a.mask = operand(3);
   attend(described(a, numbers, ends), out, threads);
 }
+#endif

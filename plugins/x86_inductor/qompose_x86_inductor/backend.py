@@ -17,7 +17,7 @@ from qompose_x86_inductor import configs, machine_requirements
 from qompose_x86_inductor.inductor import gemm_template, native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.inductor.late_operators import LATE_OPERATORS
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.rules import RULES
 from qompose_x86_inductor.rules.float_operators import LEFT_IN_FLOAT
 
@@ -41,14 +41,14 @@ class X86InductorBackend(Backend):
         self.quantizer_class = X86InductorQuantizer
 
     def for_compiler(self, graph: GraphModule) -> GraphModule:
-        with vnni.used_if(self._native_code):
+        with processor.used_if(self._native_code):
             return with_prepack_in_graph(graph)
 
     def late_operators(self) -> LateOperators:
         return LATE_OPERATORS
 
     def compiler_options(self, graph: GraphModule) -> Mapping[str, Any]:
-        with vnni.used_if(self._native_code):
+        with processor.used_if(self._native_code):
             return {**gemm_template.options(graph), **native_calls.options(graph)}
 
     def without_native_code(self) -> X86InductorBackend | None:

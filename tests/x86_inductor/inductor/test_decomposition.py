@@ -13,7 +13,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import processor, products
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
@@ -158,7 +158,7 @@ def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> Non
 @pytest.mark.parametrize("channels", [1, 2, 4, 5])
 def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On any processor: where they are not compiled they run on torch's."""
-    monkeypatch.setattr(vnni, "available", lambda: True)
+    monkeypatch.setattr(processor, "isa", lambda: processor.AVX2)
 
     def function(m: Any, x: Tensor) -> Tensor:
         y = m.first(x).flatten(2)
@@ -170,8 +170,8 @@ def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.Monke
     prepacked = with_prepack_in_graph(lowered)
     torch.testing.assert_close(prepacked(x), lowered(x), atol=1e-4, rtol=1e-4)
     targets = [node.target for node in torch.export.export(prepacked, (x,)).graph.nodes]
-    assert targets.count(vnni.PRODUCT) == 2
-    assert (vnni.PLANES in targets) is (channels in (2, 4))
+    assert targets.count(products.PRODUCT) == 2
+    assert (products.PLANES in targets) is (channels in (2, 4))
 
 
 @pytest.mark.usefixtures("by_onednn")

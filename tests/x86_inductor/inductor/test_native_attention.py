@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from qompose_x86_inductor.inductor import native_attention, native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import processor
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -28,7 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
+needs_vnni = pytest.mark.skipif(
+    processor.of_machine() is not processor.AVX512_VNNI, reason="no AVX-512 VNNI, or AMX beside it"
+)
 HEADS, SHARED, WIDTH, COUNT = 4, 2, 8, 32
 Attend = Callable[..., Tensor]
 
@@ -115,7 +117,7 @@ def test_any_batch_and_length(attend: Attend, floats: bool, mode: str, tmp_path:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".wrapper.cpp")]
             code = "".join(archive.read(name).decode() for name in names)
-        assert code.count("aoti_torch_cpu_vnni_attention(") == 2  # and a declaration
+        assert code.count("aoti_torch_cpu_native_attention(") == 2  # and a declaration
 
 
 @pytest.mark.full

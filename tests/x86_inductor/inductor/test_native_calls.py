@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from qompose_x86_inductor.backend import X86InductorBackend
 from qompose_x86_inductor.inductor import native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
-from qompose_x86_inductor.native import vnni
-from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.native import processor, products
 from qompose_x86_inductor.onednn.arguments import Output, Product, ProductCall, Summand
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from qompose_x86_inductor.operators import linear_packed
@@ -30,11 +29,11 @@ from tests.x86_inductor import small_models
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_kept"),
-    pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it"),
+    pytest.mark.skipif(processor.of_machine() is None, reason="the C++ is not for this processor"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-PRODUCT, DEPTHWISE, ONEDNN = "cpu_vnni_product(", "cpu_vnni_depthwise(", "cpu__q"
+PRODUCT, DEPTHWISE, ONEDNN = "cpu_native_product(", "cpu_native_depthwise(", "cpu__q"
 
 
 def block() -> nn.Module:
@@ -116,6 +115,8 @@ def test_models(
     path = tmp_path / "model.pt2" if mode == "package" else None
     assert_same(qompose.compile_lowered(model, mode, path=path), model, make)
     if path is not None:
+        loaded = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        assert loaded.get_metadata()[native_calls.METADATA] == processor.of_machine().name
         code = source(path)
         calls = [code.count(f"aoti_torch_{name}") for name in (PRODUCT, DEPTHWISE, ONEDNN)]
         assert calls[:2] == [products + 1, by_channel + 1]  # and a declaration of each
@@ -148,18 +149,6 @@ def test_groups_of_any_number_of_channels(tmp_path: Path) -> None:
     assert "aoti_torch_cpu__qconv" not in code
 
 
-@pytest.mark.parametrize("features", [{"amx_int8": True}, {"avx512_vnni": False}])
-def test_processors(features: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**torch.cpu.get_capabilities(), **features}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    assert not vnni.fits_machine.__wrapped__()
-
-
-def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "vnni_exact", lambda: False)
-    assert not vnni.fits_machine.__wrapped__()
-
-
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
     assert native_calls.options(torch.fx.symbolic_trace(nn.ReLU())) == {}
     weights = native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True))
@@ -169,7 +158,7 @@ def test_nothing_is_asked_of_the_compiler_without_products() -> None:
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:
     twice = Model(lambda m, x: m.shared(torch.relu(m.shared(x))), shared=nn.Linear(26, 26))
     model = with_prepack_in_graph(lowered(twice, image))
-    calls = [node for node in model.graph.nodes if vnni.PRODUCT in node.args]
+    calls = [node for node in model.graph.nodes if products.PRODUCT in node.args]
     assert len(calls) == 2
     assert len({node.args[2].target for node in calls}) == 1
     assert len({node.args[4].target for node in calls}) == 2  # the scales of the two inputs differ
@@ -215,15 +204,15 @@ def small() -> GraphModule:
 @pytest.mark.parametrize(
     "broken",
     [
-        {vnni.PRODUCT: ["AOTITorchError aoti_torch_cpu_vnni_product(int, wrong)"]},
-        pytest.param({vnni.PRODUCT: ["this is not C++"]}, marks=pytest.mark.full),
+        {products.PRODUCT: ["AOTITorchError aoti_torch_cpu_native_product(int, wrong)"]},
+        pytest.param({products.PRODUCT: ["this is not C++"]}, marks=pytest.mark.full),
     ],
     ids=["another signature", "not C++"],
 )
 def test_code_that_does_not_compile_is_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, broken: dict[Any, list[str]], mode: str
 ) -> None:
-    monkeypatch.setattr(vnni, "shims", lambda: broken)
+    monkeypatch.setattr(products, "shims", lambda isa: broken)
     model = small()
     with pytest.warns(qompose.QomposeWarning, match=r"error: .*QOMPOSE_NATIVE_CODE=0") as said:
         compiled = qompose.compile_lowered(model, mode)
@@ -247,32 +236,37 @@ def test_a_backend_without_it_leaves_products_to_onednn() -> None:
     assert plain is not None
     graph = small()
     assert not native_calls.options(graph).keys() & plain.compiler_options(graph).keys()
-    assert not any(vnni.PRODUCT in node.args for node in plain.for_compiler(graph).graph.nodes)
+    assert not any(products.PRODUCT in node.args for node in plain.for_compiler(graph).graph.nodes)
     assert plain.without_native_code() is None
 
 
-def test_it_is_off_for_one_thread_and_one_call() -> None:
-    with vnni.used_if(False):
-        assert not vnni.available()
-        with vnni.used_if(True):
-            assert not vnni.available()
-    assert vnni.available()
+def test_weights_that_are_not_multiplied_exactly_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call, wide = a_call(Output()), WEIGHT - 66
+    for isa in (processor.AVX2, processor.AVX512_VNNI):
+        monkeypatch.setattr(processor, "isa", lambda isa=isa: isa)
+        assert native_calls.applies(call, WEIGHT)
+        assert native_calls.applies(call, wide) is isa.multiplies_bytes
 
 
 @pytest.mark.parametrize("post_op", [*POST_OPS, "mish"])
 def test_a_function_that_it_has_not_got_is_left_to_onednn(post_op: str) -> None:
     """It must not be left out."""
     call = a_call(Output(post_op=post_op, args=(0.1, 0.2)))
-    assert native_calls.applies(call) == (post_op != "mish")
+    assert native_calls.applies(call, WEIGHT) == (post_op != "mish")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
 def test_types_that_it_has_not_got_are_left_to_onednn(dtype: torch.dtype) -> None:
     call = a_call(Output())
     summand = Summand(a_node(torch.ones(2, 3, dtype=dtype)))
-    assert native_calls.applies(call)
-    assert not native_calls.applies(call._replace(summand=summand))
-    assert not native_calls.applies(call._replace(out=Output(dtype=dtype)))
+    assert native_calls.applies(call, WEIGHT)
+    assert not native_calls.applies(call._replace(summand=summand), WEIGHT)
+    assert not native_calls.applies(call._replace(out=Output(dtype=dtype)), WEIGHT)
+
+
+WEIGHT = torch.ones(3, 4).char()
 
 
 def a_node(value: Tensor) -> Any:
@@ -283,5 +277,4 @@ def a_node(value: Tensor) -> Any:
 
 def a_call(out: Output) -> ProductCall:
     x: Any = a_node(torch.ones(2, 4, dtype=torch.uint8))
-    weight = torch.ones(3, 4).char()
-    return ProductCall("linear", Product(x, 1.0, 0, weight, torch.ones(3), None), out)
+    return ProductCall("linear", Product(x, 1.0, 0, WEIGHT, torch.ones(3), None), out)

@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose_x86_inductor.inductor import native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import processor
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -26,7 +26,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
+needs_native = pytest.mark.skipif(
+    processor.of_machine() is None, reason="the C++ is not for this processor"
+)
 X = randn(3, 6, 20)
 
 
@@ -56,7 +58,7 @@ def assert_same(run: Any, model: Any) -> None:
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
-@needs_vnni
+@needs_native
 @pytest.mark.parametrize("mode", at_once(["package", "default"], "package"))
 def test_any_batch(mode: str, tmp_path: Path) -> None:
     model = lowered()
@@ -66,8 +68,8 @@ def test_any_batch(mode: str, tmp_path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".wrapper.cpp")]
             code = "".join(archive.read(name).decode() for name in names)
-        assert code.count("aoti_torch_cpu_vnni_lstm(") == 2  # and a declaration
-        assert code.count("aoti_torch_cpu_vnni_gru(") == 2
+        assert code.count("aoti_torch_cpu_native_lstm(") == 2  # and a declaration
+        assert code.count("aoti_torch_cpu_native_gru(") == 2
 
 
 @pytest.mark.usefixtures("by_onednn")

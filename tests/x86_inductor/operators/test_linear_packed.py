@@ -15,9 +15,9 @@ from qompose_x86_inductor.operators import linear_packed
 from qompose_x86_inductor.operators.linear_packed import (
     OPERATOR,
     UNIT,
-    Packed,
+    LinearSizes,
+    PackedLinear,
     Rows,
-    Sizes,
     pack,
     reference,
     unpack,
@@ -36,7 +36,7 @@ class Linear(NamedTuple):
     """Arguments of the operator, and the weight that they mean in float64 (out, in)."""
 
     tensors: tuple[Tensor | None, ...]
-    sizes: Sizes
+    sizes: LinearSizes
     weight: Tensor
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def a_linear(
     columns = weight.sum(1).float() if rows == Rows.AFFINE else None
     whole = -(-depth // UNIT) * UNIT
     added = torch.randn(channels) if bias else None
-    sizes = Sizes(channels, whole, group or whole, bits, int(rows), depth)
+    sizes = LinearSizes(channels, whole, group or whole, bits, int(rows), depth)
     return Linear((*pack(integers, scales, points, bits), columns, added), sizes, weight)
 
 
@@ -114,7 +114,7 @@ def test_unpacked_it_is_the_weight(given: tuple[Tensor, Linear]) -> None:
     _, linear = given
     weight, scales, zeros, *_ = linear.tensors
     assert weight is not None and scales is not None
-    floats = unpack(Packed(weight, scales, zeros), linear.sizes)
+    floats = unpack(PackedLinear(weight, scales, zeros), linear.sizes)
     assert torch.allclose(floats[:, : linear.weight.shape[1]].double(), linear.weight, rtol=1e-6)
     bits = 8 * weight.numel() / (-(-len(linear.weight) // 16) * 16 * linear.sizes.depth)
     assert bits == linear.sizes.bits

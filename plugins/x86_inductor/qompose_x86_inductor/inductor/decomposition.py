@@ -24,7 +24,7 @@ from qompose_x86_inductor.inductor import (
     native_calls,
     native_recurrent,
 )
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
 from qompose_x86_inductor.operators import (
@@ -122,7 +122,7 @@ def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
 def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]) -> bool:
     """Return whether our own C++ computes a call, which then calls that."""
     if node.target is linear_packed.OPERATOR:
-        return vnni.wanted()
+        return processor.wanted()
     if node.target is native_attention.OPERATOR:
         return native_attention.replace(node, [*_arguments(node).values()])
     if node.target in native_recurrent.OPERATORS:
@@ -135,7 +135,7 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
     weight, w_scale, bias = (_attribute(gm, given) for given in call.product[3:])
     if weight is None or w_scale is None or (bias is None) != (call.product.bias is None):
         return False
-    if not native_calls.applies(call):
+    if not native_calls.applies(call, weight):
         return False
     native_calls.replace(node, call, weight, w_scale, bias, packed)
     return True

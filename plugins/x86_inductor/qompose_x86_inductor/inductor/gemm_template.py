@@ -14,7 +14,7 @@ relu       0.42  0.73  0.72  0.91  0.95   1.03
 =========  ====  ====  ====  ====  ====  =====
 
 For gelu and tanh Inductor's polynomials are slower: 0.72 at 16 rows of 768, 1.10 and 1.35 at 128. Where
-our own C++ is used (`native.vnni`), this concerns nothing.
+our own C++ is used (`native.products`), this concerns nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 
 MOST_ROWS: Final = 256
@@ -46,7 +47,7 @@ OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 
 _OPS: Final = getattr(torch.ops, NAMESPACE)
 _OURS: Final = (_OPS.linear, _OPS.linear_add)
-_IN_FLOAT: Final = (_OPS.attention, _OPS.lstm, _OPS.gru)
+_LAYERS: Final = (_OPS.lstm, _OPS.gru)
 _WRONG: Final = _OPS.linear_dynamic
 _aten: Final = torch.ops.aten
 _OTHER_PRODUCTS: Final = frozenset(
@@ -62,7 +63,7 @@ _OTHER_PRODUCTS: Final = frozenset(
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
     calls = [node for module in _graphs(graph) for node in module.graph.nodes]
-    products = () if vnni.available() else _OURS
+    products = () if processor.isa() is not None else _OURS
     ours = (node for node in calls if _packet(node) in products)
     return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}
 
@@ -93,8 +94,11 @@ def _multiplies(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-        if target.overloadpacket in _IN_FLOAT:  # torch's operators, without our C++
-            return not vnni.available()
+        # Torch's operators in float, without our C++.
+        if target.overloadpacket is _OPS.attention:
+            return not native_attention.applies()
+        if target.overloadpacket in _LAYERS:
+            return processor.isa() is None
         return target.overloadpacket in _OTHER_PRODUCTS
     examples = {each: each.meta.get("val") for each in node.all_input_nodes}
     if any(example is None for example in examples.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of attention on integers by a call of our own C++ (`native.vnni_attention`)."""
+"""The replacement of attention on integers by a call of our own C++ (`native.attention`)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import torch
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.native import vnni
-from qompose_x86_inductor.native.vnni_attention import ATTENTION, Ends, Sizes
+from qompose_x86_inductor.native import processor
+from qompose_x86_inductor.native.attention import ATTENTION, AttentionEnds, AttentionSizes
+from qompose_x86_inductor.native.products import KINDS
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.operators.attention import AttentionCall, raised
 
 OPERATOR: Final = getattr(torch.ops, NAMESPACE).attention.default
 
 
+def applies() -> bool:
+    """Return whether the C++ is for this machine."""
+    return processor.isa() is processor.AVX512_VNNI
+
+
 def replace(node: fx.Node, arguments: list[Any]) -> bool:
     """Let a call of `OPERATOR` compute the same in C++, in place; return False where that is not for it."""
-    if not vnni.available():
+    if not applies():
         return False
     call = AttentionCall.read(arguments)
     out, dtype = call.out, call.out.dtype or torch.float32
@@ -28,16 +34,16 @@ def replace(node: fx.Node, arguments: list[Any]) -> bool:
     if dtype != torch.float32:
         limits = torch.iinfo(dtype)
         low, high = float(limits.min - out.zero_point), float(limits.max - out.zero_point)
-    sizes = Sizes(
+    sizes = AttentionSizes(
         call.query.zero_point,
         call.value.zero_point,
         int(call.is_causal),
         int(call.safe_softmax),
         out.zero_point,
-        vnni.KINDS.index(dtype),
+        KINDS.index(dtype),
     )
     scale = call.scale * call.query.scale * call.key.scale
-    ends = Ends(scale, call.value.scale / out.scale, low, high)
+    ends = AttentionEnds(scale, call.value.scale / out.scale, low, high)
     tensors = (*(operand.tensor for operand in call[:3]), call.mask)
     node.target, node.args, node.kwargs = attended, (*tensors, [*sizes], [*ends]), {}
     return True

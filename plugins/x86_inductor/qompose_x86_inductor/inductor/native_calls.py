@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of int8 products by calls of our own C++ (`native.vnni`), before Inductor compiles a graph.
+"""The replacement of int8 products by calls of our own C++ (`native.products`), before Inductor compiles.
 
 Through torch, a call of oneDNN takes about 17 microseconds before any arithmetic, in packages too: torch
 makes descriptors, attributes and memory objects anew each time, and does not expose oneDNN's own interface.
-The C++ in ``native/`` needs none of them, and sums at the same rate. It is for AVX-512 with VNNI; with AMX,
-oneDNN is faster than it could be, and without VNNI sums need care that only oneDNN takes.
+The C++ in ``native/`` needs none of them, and sums at the same rate, with every set of `native.processor`.
+Without VNNI that goes for weights of seven bits; others are multiplied as `onednn.exactness` says.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention, native_recurrent
-from qompose_x86_inductor.native import packed_linear, vnni, vnni_attention, vnni_recurrent
-from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
+from qompose_x86_inductor.inductor.buffers import registered
+from qompose_x86_inductor.native import attention, packed_linear, processor, products, recurrent
+from qompose_x86_inductor.native.processor import Isa
+from qompose_x86_inductor.native.products import FUNCTIONS, KINDS, ProductEnds, ProductSizes
 from qompose_x86_inductor.onednn.arguments import (
     NAMESPACE,
     Output,
@@ -34,17 +36,21 @@ PRODUCTS: Final = {
 }
 """By operator, the name of an int8 product."""
 
+METADATA: Final = "qompose_x86.isa"
+"""The name under which a package says what its C++ was compiled for."""
 _OPTION: Final = "aot_inductor.custom_ops_to_c_shims"
 _BOUNDS: Final = ("relu", "hardtanh")
 """Post-ops that bound values, as results in integers are bounded anyway."""
 _QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
-def applies(call: ProductCall) -> bool:
-    """Return whether our C++ computes a product, whose arguments are nodes."""
-    summand = call.summand
+def applies(call: ProductCall, weight: Tensor) -> bool:
+    """Return whether our C++ computes a product by a weight; the arguments of the call are nodes."""
+    isa, summand = processor.isa(), call.summand
     values = (call.product.x,) if summand is None else (call.product.x, summand.tensor)
-    if not vnni.available() or any(_dtype(value) not in KINDS for value in values):
+    if isa is None or any(_dtype(value) not in KINDS for value in values):
+        return False
+    if not isa.admits(weight):
         return False
     return (call.out.dtype or torch.float32) in KINDS and _function(call.out) is not None
 
@@ -57,7 +63,7 @@ def replace(
     bias: Tensor | None,
     packed: dict[Hashable, str],
 ) -> None:
-    """Let a call that `applies` compute the same with an operator of `vnni`, in place.
+    """Let a call that `applies` compute the same with an operator of `products`, in place.
 
     What the operator reads of weight, scales and bias is made now, and becomes buffers of the graph's module.
 
@@ -65,24 +71,27 @@ def replace(
         packed: the names of packed weights that the module has already, by what was packed: calls that share
             a weight share what was made of it.
     """
-    gm, depthwise = node.graph.owning_module, _is_depthwise(call, weight)
+    gm, depthwise, isa = node.graph.owning_module, _is_depthwise(call, weight), processor.isa()
     assert gm is not None
-    function, sizes, ends = _described(call, weight)
+    assert isa is not None  # it applies
+    function, sizes, ends = _described(call, weight, isa)
     kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
     if call.geometry.groups > 1 and not depthwise:
-        kernel, depth, channels = vnni.in_whole_groups(kernel, call.geometry.groups)
+        kernel, depth, channels = products.in_whole_groups(kernel, call.geometry.groups, isa.lanes)
         sizes = sizes._replace(group_depth=depth, group_channels=channels)
     scale, shift = _linear_part(call, w_scale, bias, in_steps=function == 0)
     start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
     key = (id(weight), depthwise, sizes.joined, sizes.group_channels)
     if key not in packed:
-        packed[key] = vnni.registered(gm, vnni.pack(kernel, sizes, depthwise=depthwise))
-    others = (vnni.per_channel(v, depthwise=depthwise) for v in (start, scale, shift))
+        packed[key] = registered(gm, products.pack(kernel, sizes, depthwise=depthwise))
+    others = (
+        products.per_channel(v, isa.lanes, depthwise=depthwise) for v in (start, scale, shift)
+    )
     with node.graph.inserting_before(node):
-        names = (packed[key], *(vnni.registered(gm, value) for value in others))
+        names = (packed[key], *(registered(gm, value) for value in others))
         buffers = [node.graph.get_attr(name) for name in names]
     node.target = _matrix if weight.dim() == 2 else _image
-    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    operator = products.DEPTHWISE if depthwise else products.PRODUCT
     other: Any = None if call.summand is None else call.summand.tensor
     x: Any = call.product.x
     node.args = (operator, x, *buffers, other, sizes.flat(), [*ends])
@@ -108,40 +117,43 @@ def _arrives_in_planes(x: Any) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype != torch.float32:
         return False
     channels = value.shape[1]
-    return type(channels) is int and 1 < channels <= vnni.MOST_PLANES and value.is_contiguous()
+    return type(channels) is int and 1 < channels <= products.MOST_PLANES and value.is_contiguous()
 
 
 def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
     """Quantize an image (N, C, H, W); the result is channels_last."""
-    quantized: Tensor = vnni.PLANES(x, scale, zero_point, low, high)
+    quantized: Tensor = products.PLANES(x, scale, zero_point, low, high)
     return quantized.permute(0, 3, 1, 2)
 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
-    """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
+    """Return options of Inductor that compile the operators of `native`, where a graph may get some."""
     called = {node.target for node in graph.graph.nodes}
-    shims: dict[Any, list[str]] = {}
-    known = {native_attention.OPERATOR, *native_recurrent.OPERATORS}
-    if _has_products(graph) or (not called.isdisjoint(known) and vnni.available()):
-        others = {
-            vnni_attention.ATTENTION: vnni_attention.DECLARATION,
-            **vnni_recurrent.DECLARATIONS,
-        }
-        shims = {**vnni.shims(), **{operator: [text] for operator, text in others.items()}}
-    if linear_packed.OPERATOR in called and vnni.wanted():
+    isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
+    layers = {*native_recurrent.OPERATORS}
+    others = {**recurrent.DECLARATIONS}
+    if native_attention.applies():
+        layers.add(native_attention.OPERATOR)
+        others[attention.ATTENTION] = attention.DECLARATION
+    if isa is not None and (_has_products(graph) or not called.isdisjoint(layers)):
+        shims, metadata = products.shims(isa), {METADATA: isa.name}
+        shims |= {operator: [text] for operator, text in others.items()}
+    if linear_packed.OPERATOR in called and processor.wanted():
         shims[linear_packed.OPERATOR] = [packed_linear.shim()]
     if not shims:
         return {}
     from torch._inductor.cpp_builder import is_gcc
 
-    found = {"cpp_wrapper": True, _OPTION: shims}
+    found = {"cpp_wrapper": True, _OPTION: shims, "aot_inductor.metadata": metadata}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
 
 
 def _has_products(graph: fx.GraphModule) -> bool:
     """Return whether some of a graph's products may be computed by our C++."""
-    return any(node.target in PRODUCTS for node in graph.graph.nodes) and vnni.available()
+    return (
+        any(node.target in PRODUCTS for node in graph.graph.nodes) and processor.isa() is not None
+    )
 
 
 def _matrix(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
@@ -174,14 +186,16 @@ def _unsigned(x: Tensor) -> Tensor:
     return x if x.dtype == torch.uint8 else flip_sign_bit(x)
 
 
-def _described(call: ProductCall, weight: Tensor) -> tuple[int, Sizes, Ends]:
+def _described(
+    call: ProductCall, weight: Tensor, isa: Isa
+) -> tuple[int, ProductSizes, ProductEnds]:
     """Return the number of the post-op among `FUNCTIONS`, and the numbers that the operators read."""
     out, summand = call.out, call.summand
     function = _function(out)
     assert function is not None  # it applies
     out_dtype = out.dtype or torch.float32
     shift = 128 if _dtype(call.product.x) == torch.int8 else 0
-    sizes = Sizes(
+    sizes = ProductSizes(
         weight.shape[0],
         _pair(weight.shape[2:] or (1, 1)),
         _pair(call.geometry.stride),
@@ -191,9 +205,10 @@ def _described(call: ProductCall, weight: Tensor) -> tuple[int, Sizes, Ends]:
         function=function,
         zero_point=out.zero_point,
         kind=KINDS.index(out_dtype),
+        lanes=isa.lanes,
     )
     low, high = _bounds(out, out_dtype)
-    ends = Ends(
+    ends = ProductEnds(
         other_scale=(1.0 if summand is None else summand.scale) / (1.0 if function else out.scale),
         other_zp=0.0 if summand is None else float(summand.zero_point),
         slope=float(out.args[0]) if out.post_op == "leaky_relu" else 0.0,

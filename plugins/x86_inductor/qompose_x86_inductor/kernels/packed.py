@@ -14,8 +14,8 @@ from qompose_x86_inductor.operators.linear_packed import (
     FOUR_BITS,
     OPERATOR,
     UNIT,
+    LinearSizes,
     Rows,
-    Sizes,
     pack,
 )
 
@@ -55,7 +55,7 @@ def _call(region: Region, source: Node, rows: Rows) -> Node:
         for name, value in zip(names, (*packed, columns), strict=True)
     ]
     depth = -(-values.shape[1] // UNIT) * UNIT
-    sizes = Sizes(
+    sizes = LinearSizes(
         len(values), depth, weight.group or depth, bits, int(rows), inputs=values.shape[1]
     )
     bias = region.argument("linear", "bias")

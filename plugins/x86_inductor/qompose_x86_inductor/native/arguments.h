@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lists of numbers that an operator reads, in the order in which vnni.py gives them.
+// The lists of numbers that an operator reads, in the order in which products.py gives them.
 #pragma once
 
 #include <stdexcept>
@@ -24,6 +24,7 @@ enum Size : int {
   FUNCTION,
   ZP,
   KIND,
+  VECTOR_LANES,
   GROUP_DEPTH,
   GROUP_CHANNELS,
   SIZES
@@ -66,10 +67,10 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
           s[GROUP_DEPTH]};
 }
 
-// Of what vnni.pack makes for such an image.
+// Of what products.pack makes for such an image.
 inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
   if (by_channel) return (g.kh + 3) / 4 * 4 * g.kw * ((channels + CHANNELS - 1) / CHANNELS * CHANNELS);
-  return g.runs() * g.quads() * 4 * ((channels + 15) / 16 * 16);
+  return g.runs() * g.quads() * 4 * ((channels + LANES - 1) / LANES * LANES);
 }
 
 // By at most so many threads.

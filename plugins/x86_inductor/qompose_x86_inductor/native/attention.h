@@ -48,7 +48,7 @@ struct Attention {
   Kind kind;
 };
 
-// The numbers of the operator, in the order in which vnni_attention.py gives them.
+// The numbers of the operator, in the order in which attention.py gives them.
 enum AttentionSize : int { Q_ZP, V_ZP, CAUSAL, SAFE, RESULT_ZP, RESULT_KIND };
 enum AttentionEnd : int { SCORE_SCALE, VALUE_SCALE, LEAST, MOST };
 
@@ -239,7 +239,7 @@ class Attending {
       const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
       for (int r = 0; r < rows; r += MOST_ROWS[width]) {
         const int some = std::min(MOST_ROWS[width], rows - r);
-        sum_of(width, some)(where + r, 1, quads, s.keys + first * quads * 4, s.starts + first, tile);
+        sum_of(width, some)(where + r, 0, 1, quads, s.keys + first * quads * 4, s.starts + first, tile);
         for (int i = 0; i < some; ++i)
           for (int j = 0; j < width; ++j)
             store_scores(batch, head, row, r + i, first + 16 * j, tile[i * width + j]);
@@ -320,8 +320,8 @@ class Attending {
           low[i] = s.low + (r + i) * row_keys;
         }
         const SumTile sum = sum_of(width, some);
-        sum(high, 1, used_quads, values, zeros, tile);
-        sum(low, 1, used_quads, values, zeros, low_tile);
+        sum(high, 0, 1, used_quads, values, zeros, tile);
+        sum(low, 0, 1, used_quads, values, zeros, low_tile);
         for (int i = 0; i < some; ++i)
           for (int j = 0; j < width; ++j) {
             const int at = i * width + j;

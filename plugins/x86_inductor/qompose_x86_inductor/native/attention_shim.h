@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator qompose_x86::vnni_attention for compiled programs: its arguments, as vnni_attention.py gives
+// The operator qompose_x86::native_attention for compiled programs: its arguments, as attention.py gives
 // them.
 #pragma once
 
@@ -71,11 +71,12 @@ inline AtenTensorHandle call_attention(AtenTensorHandle query, AtenTensorHandle 
 
 }  // namespace qompose_x86
 
-extern "C" inline AOTITorchError aoti_torch_cpu_vnni_attention(AtenTensorHandle query, AtenTensorHandle key,
-                                                               AtenTensorHandle value, AtenTensorHandle* mask,
-                                                               const int64_t* sizes, int64_t,
-                                                               const double* ends, int64_t,
-                                                               AtenTensorHandle* result) {
-  return qompose_x86::without_exceptions(
-      "vnni_attention", [&] { *result = qompose_x86::call_attention(query, key, value, mask, sizes, ends); });
+extern "C" inline AOTITorchError aoti_torch_cpu_native_attention(AtenTensorHandle query, AtenTensorHandle key,
+                                                                 AtenTensorHandle value,
+                                                                 AtenTensorHandle* mask, const int64_t* sizes,
+                                                                 int64_t, const double* ends, int64_t,
+                                                                 AtenTensorHandle* result) {
+  return qompose_x86::without_exceptions("native_attention", [&] {
+    *result = qompose_x86::call_attention(query, key, value, mask, sizes, ends);
+  });
 }

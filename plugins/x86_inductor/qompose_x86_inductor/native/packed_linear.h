@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linears by weights of four or eight bits, with scales for groups of inputs, as native/packed_linear.py
-// packs them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX-512 and VNNI
+// packs them. Inputs are floats, or quantized here, each row with a scale of its own. With AVX2 or AVX-512
 // the latter are multiplied as bytes; elsewhere as floats, whose sums may round.
 #pragma once
 
@@ -10,10 +10,11 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "threads.h"
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -76,6 +77,94 @@ inline Floats nibble(Ints lanes, int shift) {
 }
 inline Floats byte_of(Ints lanes, int shift) {
   return to_floats((Ints)((Signed)((Unsigned)lanes << (24 - shift)) >> 24));
+}
+#ifdef __AVX512BW__
+#define QOMPOSE_BYTES 1
+inline Ints all_ints(int32_t value) { return _mm512_set1_epi32(value); }
+inline Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints multiplied(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints differing(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+template <int BITS>
+inline Ints words_right(Ints x) {
+  return _mm512_srli_epi16(x, BITS);
+}
+inline Ints pairs(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
+inline Ints byte_pairs(Ints a, Ints b) { return _mm512_maddubs_epi16(a, b); }
+inline Ints even_bytes(Ints x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline Ints odd_bytes(Ints x) { return _mm512_srai_epi16(x, 8); }
+#endif
+#elif defined(__AVX2__) && defined(__FMA__)
+#define QOMPOSE_BYTES 1
+struct Floats {
+  __m256 low, high;
+};
+struct Ints {
+  __m256i low, high;
+};
+#define QOMPOSE_HALVES(FUNCTION, A, B) {FUNCTION((A).low, (B).low), FUNCTION((A).high, (B).high)}
+#define QOMPOSE_EACH_HALF(FUNCTION, A, ...) {FUNCTION((A).low, __VA_ARGS__), FUNCTION((A).high, __VA_ARGS__)}
+inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline void store(float* to, Floats v) {
+  _mm256_storeu_ps(to, v.low);
+  _mm256_storeu_ps(to + 8, v.high);
+}
+inline Floats madd(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Floats load_some(const float* from, int64_t count) {
+  float values[LANES] = {};
+  std::copy_n(from, count, values);
+  return load(values);
+}
+inline void store_some(float* to, Floats v, int64_t count) {
+  if (count == LANES) return store(to, v);
+  float values[LANES];
+  store(values, v);
+  std::copy_n(values, count, to);
+}
+inline Ints load_lanes(const uint8_t* from) {
+  const auto* vectors = reinterpret_cast<const __m256i*>(from);
+  return {_mm256_loadu_si256(vectors), _mm256_loadu_si256(vectors + 1)};
+}
+inline Floats from_halves(const uint16_t* from) {
+  const auto* vectors = reinterpret_cast<const __m128i*>(from);
+  const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(vectors)),
+                high = _mm256_cvtepu16_epi32(_mm_loadu_si128(vectors + 1));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+inline Ints widened(const int8_t* from) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline Floats to_floats(Ints v) { return {_mm256_cvtepi32_ps(v.low), _mm256_cvtepi32_ps(v.high)}; }
+inline Ints all_ints(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+inline Ints added(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_add_epi32, a, b); }
+inline Ints multiplied(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_mullo_epi32, a, b); }
+inline Ints both(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_and_si256, a, b); }
+inline Ints differing(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_xor_si256, a, b); }
+template <int BITS>
+inline Ints words_right(Ints x) {
+  return QOMPOSE_EACH_HALF(_mm256_srli_epi16, x, BITS);
+}
+inline Ints pairs(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_madd_epi16, a, b); }
+inline Ints byte_pairs(Ints a, Ints b) { return QOMPOSE_HALVES(_mm256_maddubs_epi16, a, b); }
+inline Ints odd_bytes(Ints x) { return QOMPOSE_EACH_HALF(_mm256_srai_epi16, x, 8); }
+inline Ints even_bytes(Ints x) {
+  const Ints odd = QOMPOSE_EACH_HALF(_mm256_slli_epi16, x, 8);
+  return odd_bytes(odd);
+}
+inline Floats nibble(Ints lanes, int shift) {
+  const __m128i bits = _mm_cvtsi32_si128(shift);
+  const Ints shifted = QOMPOSE_EACH_HALF(_mm256_srl_epi32, lanes, bits);
+  return to_floats(added(both(shifted, all_ints(15)), all_ints(-8)));
+}
+inline Floats byte_of(Ints lanes, int shift) {
+  const __m128i bits = _mm_cvtsi32_si128(24 - shift);
+  const Ints top = QOMPOSE_EACH_HALF(_mm256_sll_epi32, lanes, bits);
+  const Ints whole = QOMPOSE_EACH_HALF(_mm256_srai_epi32, top, 24);
+  return to_floats(whole);
 }
 #else
 struct Floats {
@@ -167,7 +256,7 @@ struct Rows {
   std::vector<int32_t> sums;      // likewise of integers: for bytes, which are unsigned
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#ifdef QOMPOSE_BYTES
 constexpr bool BYTES = true;
 #else
 constexpr bool BYTES = false;
@@ -277,44 +366,115 @@ inline void finish(const Linear& p, const Rows& rows, int64_t m, int64_t panel, 
   store_some(p.out + m * p.channels + channel, total, count);
 }
 
-// -- few rows: weights are made floats in registers
-template <int BITS, int ROWS, int PANELS>
-void float_tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+// -- few rows, which are multiplied as they are
+// Floats: weights are made floats in registers.
+template <int BITS>
+struct OfFloats {
+  using Sum = Floats;
+  static const float* inputs(const Rows& rows) { return rows.x; }
+
+  // What the zero point of a group adds to the sums of a row.
+  static Floats start(const Linear& p, const Rows& rows, int64_t m, int64_t panel, int64_t g) {
+    if (!p.zero_points) return all(0);
+    return madd(to_floats(zero_points_of(p, panel, g)), all(-rows.float_sums[m * p.groups() + g]), all(0));
+  }
+  static Floats real(Floats sum) { return sum; }
+
+  template <int ROWS, int PANELS>
+  static void add(const Ints* lanes, const float* const* x, int64_t k, int j, Floats (&sums)[ROWS][PANELS]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < UNIT; ++i) {
+      const Floats w = value<BITS>(lanes, i);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) sums[r][j] = madd(w, all(x[r][k + i]), sums[r][j]);
+    }
+  }
+};
+
+#ifdef QOMPOSE_BYTES
+// Add to each lane the products of its four unsigned bytes, of so many bits, and four signed ones.
+template <int BITS>
+inline Ints dot(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
+#else
+  if constexpr (BITS == 4)  // two products fit in 16 bits
+    return added(sum, pairs(byte_pairs(unsigned_bytes, signed_bytes), all_ints(0x00010001)));
+  const Ints even = pairs(both(unsigned_bytes, all_ints(0x00ff00ff)), even_bytes(signed_bytes));
+  return added(sum, added(even, pairs(words_right<8>(unsigned_bytes), odd_bytes(signed_bytes))));
+#endif
+}
+
+// Bytes: weights are made unsigned.
+template <int BITS>
+struct OfBytes {
+  using Sum = Ints;
+  static const int8_t* inputs(const Rows& rows) { return rows.integers.data(); }
+
+  static Ints start(const Linear& p, const Rows& rows, int64_t m, int64_t panel, int64_t g) {
+    Ints zero = all_ints(1 << (BITS - 1));  // the unsigned number of the weight 0
+    if (p.zero_points) zero = added(zero, zero_points_of(p, panel, g));
+    return multiplied(zero, all_ints(-rows.sums[m * p.groups() + g]));
+  }
+  static Floats real(Ints sum) { return to_floats(sum); }
+
+  template <int ROWS, int PANELS>
+  static void add(const Ints* lanes, const int8_t* const* x, int64_t k, int j, Ints (&sums)[ROWS][PANELS]) {
+    Ints low = lanes[0], high;
+    if constexpr (BITS == 4) {
+      const Ints mask = all_ints(0x0f0f0f0f);
+      high = both(words_right<4>(low), mask);
+      low = both(low, mask);
+    } else {
+      const Ints sign = all_ints(static_cast<int32_t>(0x80808080));
+      high = differing(lanes[1], sign);
+      low = differing(low, sign);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      int32_t four[2];
+      std::memcpy(four, x[r] + k, 8);
+      sums[r][j] = dot<BITS>(sums[r][j], low, all_ints(four[0]));
+      sums[r][j] = dot<BITS>(sums[r][j], high, all_ints(four[1]));
+    }
+  }
+};
+#else
+template <int BITS>
+using OfBytes = OfFloats<BITS>;  // never reached: see BYTES
+#endif
+
+template <int BITS, bool BY_BYTES, int ROWS, int PANELS>
+void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
+  using Of = std::conditional_t<BY_BYTES, OfBytes<BITS>, OfFloats<BITS>>;
   Floats total[ROWS][PANELS];
-  const float* x[ROWS];
+  decltype(Of::inputs(rows)) x[ROWS];
   const uint8_t* weight[PANELS];
   for (int r = 0; r < ROWS; ++r) {
-    x[r] = rows.x + (m + r) * p.depth;
+    x[r] = Of::inputs(rows) + (m + r) * p.depth;
     for (int j = 0; j < PANELS; ++j) total[r][j] = all(0);
   }
   for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
   for (int64_t g = 0; g < p.groups(); ++g) {
-    Floats sum[ROWS][PANELS];
+    typename Of::Sum sums[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-      for (int j = 0; j < PANELS; ++j) sum[r][j] = all(0);
+      for (int j = 0; j < PANELS; ++j) sums[r][j] = Of::start(p, rows, m + r, panel + j, g);
     for (int64_t k = g * p.group; k < (g + 1) * p.group; k += UNIT) {
 #pragma GCC unroll 16
       for (int j = 0; j < PANELS; ++j) {
         Ints lanes[BITS / 4];
         for (int i = 0; i < BITS / 4; ++i) lanes[i] = load_lanes(weight[j] + 64 * i);
         weight[j] += LANES * BITS;
-#pragma GCC unroll 16
-        for (int i = 0; i < UNIT; ++i) {
-          const Floats w = value<BITS>(lanes, i);
-#pragma GCC unroll 16
-          for (int r = 0; r < ROWS; ++r) sum[r][j] = madd(w, all(x[r][k + i]), sum[r][j]);
-        }
+        Of::add(lanes, x, k, j, sums);
       }
     }
+#pragma GCC unroll 16
     for (int j = 0; j < PANELS; ++j) {
       const Floats scale = scale_of(p, panel + j, g);
-      const Floats zero = p.zero_points ? to_floats(zero_points_of(p, panel + j, g)) : all(0);
-      for (int r = 0; r < ROWS; ++r) {
-        if (p.zero_points) sum[r][j] = madd(zero, all(-rows.float_sums[(m + r) * p.groups() + g]), sum[r][j]);
-        total[r][j] = madd(sum[r][j], scale, total[r][j]);
-      }
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) total[r][j] = madd(Of::real(sums[r][j]), scale, total[r][j]);
     }
   }
   for (int r = 0; r < ROWS; ++r)
@@ -399,84 +559,12 @@ void many_rows(const Linear& p, const Rows& rows, int threads) {
   });
 }
 
-// -- bytes
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-template <int BITS, int ROWS, int PANELS>
-void byte_tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
-  Floats total[ROWS][PANELS];
-  const int8_t* x[ROWS];
-  const uint8_t* weight[PANELS];
-  for (int r = 0; r < ROWS; ++r) {
-    x[r] = rows.integers.data() + (m + r) * p.depth;
-    for (int j = 0; j < PANELS; ++j) total[r][j] = all(0);
-  }
-  for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
-  constexpr int MIDDLE = 1 << (BITS - 1);  // the unsigned number of the weight 0
-  const int64_t groups = p.groups();
-  const int32_t* row_sums = rows.sums.data() + m * groups;
-  for (int64_t g = 0; g < groups; ++g) {
-    Ints sum[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int j = 0; j < PANELS; ++j) {
-      Ints zero = _mm512_set1_epi32(MIDDLE);
-      if (p.zero_points) zero = _mm512_add_epi32(zero, zero_points_of(p, panel + j, g));
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r)
-        sum[r][j] = _mm512_mullo_epi32(zero, _mm512_set1_epi32(-row_sums[r * groups + g]));
-    }
-    for (int64_t k = g * p.group; k < (g + 1) * p.group; k += UNIT) {
-#pragma GCC unroll 16
-      for (int j = 0; j < PANELS; ++j) {
-        Ints low = load_lanes(weight[j]), high;
-        if constexpr (BITS == 4) {
-          const Ints mask = _mm512_set1_epi8(15);
-          high = _mm512_and_si512(_mm512_srli_epi16(low, 4), mask);
-          low = _mm512_and_si512(low, mask);
-        } else {
-          const Ints sign = _mm512_set1_epi8(-128);
-          high = _mm512_xor_si512(load_lanes(weight[j] + 64), sign);
-          low = _mm512_xor_si512(low, sign);
-        }
-        weight[j] += LANES * BITS;
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-          int32_t four[2];
-          std::memcpy(four, x[r] + k, 8);
-          sum[r][j] = _mm512_dpbusd_epi32(sum[r][j], low, _mm512_set1_epi32(four[0]));
-          sum[r][j] = _mm512_dpbusd_epi32(sum[r][j], high, _mm512_set1_epi32(four[1]));
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < PANELS; ++j) {
-      const Floats scale = scale_of(p, panel + j, g);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) total[r][j] = madd(to_floats(sum[r][j]), scale, total[r][j]);
-    }
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < PANELS; ++j) finish(p, rows, m + r, panel + j, total[r][j]);
-}
-#else
-template <int BITS, int ROWS, int PANELS>
-void byte_tile(const Linear&, const Rows&, int64_t, int64_t) {}
-#endif
-
-// -- tiles of all rows and channels
-template <int BITS, bool OF_BYTES, int ROWS, int PANELS>
-void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
-  if constexpr (OF_BYTES)
-    byte_tile<BITS, ROWS, PANELS>(p, rows, m, panel);
-  else
-    float_tile<BITS, ROWS, PANELS>(p, rows, m, panel);
-}
-
 // Rows `m` to the last, by tiles of at most ROWS, then of fewer.
-template <int BITS, bool OF_BYTES, int ROWS, int PANELS>
+template <int BITS, bool BY_BYTES, int ROWS, int PANELS>
 void rows_of(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
-  for (; m + ROWS <= p.rows; m += ROWS) tile<BITS, OF_BYTES, ROWS, PANELS>(p, rows, m, panel);
+  for (; m + ROWS <= p.rows; m += ROWS) tile<BITS, BY_BYTES, ROWS, PANELS>(p, rows, m, panel);
   if constexpr (ROWS > 1)
-    if (m < p.rows) rows_of<BITS, OF_BYTES, ROWS / 2, PANELS>(p, rows, m, panel);
+    if (m < p.rows) rows_of<BITS, BY_BYTES, ROWS / 2, PANELS>(p, rows, m, panel);
 }
 
 constexpr int64_t FEW = 12;  // rows of floats for which unpacking to memory does not pay

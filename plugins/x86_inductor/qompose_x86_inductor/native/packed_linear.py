@@ -12,19 +12,15 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
 from qompose.errors import QomposeWarning, UserError
 from torch import Tensor
 
-from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native import code
 
-_HEADER: Final = Path(__file__).with_name("packed_linear.h")
-_SHIM: Final = Path(__file__).with_name("packed_linear_shim.h")
-_CODE: Final = """// {digest}
-#include "{header}"
+_CODE: Final = """{included}
 #include <new>
 extern "C" int linear_packed(const float* x, const uint8_t* weight, const void* scales,
                              const int8_t* zero_points, const float* columns, const float* bias, float* out,
@@ -63,9 +59,9 @@ def compiled() -> Compute | None:
         return None
     from torch._inductor.codecache import CppCodeCache
 
-    code = _CODE.format(digest=vnni.digest(_HEADER.parent), header=_HEADER.as_posix())
+    text = _CODE.format(included=code.included("packed_linear.h"))
     try:
-        function = CppCodeCache.load(code, needs_vec_isa=True).linear_packed
+        function = CppCodeCache.load(text, needs_vec_isa=True).linear_packed
     except Exception as error:  # whatever a compiler, or its absence, raises
         warnings.warn(
             "x86_inductor's C++ for packed weights could not be compiled; slower torch operators run "
@@ -100,10 +96,7 @@ def _call(
 
 
 def shim() -> str:
-    """Return the text for torch's option ``aot_inductor.custom_ops_to_c_shims``; see `vnni.shims`."""
-    declared = (
-        f"AOTITorchError aoti_torch_cpu_linear_packed({'AtenTensorHandle, ' * 3}"
-        f"{'AtenTensorHandle*, ' * 3}const int64_t*, int64_t, AtenTensorHandle*)"
-    )
-    digest = vnni.digest(_SHIM.parent)
-    return f'{declared};\nextern "C++" {{  // {digest}\n#include "{_SHIM.as_posix()}"\n}}'
+    """Return the text for torch's option ``aot_inductor.custom_ops_to_c_shims``."""
+    arguments = (*[code.HANDLE] * 3, *[code.OPTIONAL] * 3, code.INTEGERS)
+    declared = code.declaration("linear_packed", *arguments)
+    return code.with_code(declared, "packed_linear_shim.h", None)

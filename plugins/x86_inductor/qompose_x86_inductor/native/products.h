@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of unsigned bytes and int8 weights, of matrices and of the windows of images, on AVX-512 VNNI.
+// Products of unsigned bytes and int8 weights, of matrices and of the windows of images.
 #pragma once
 
 #include "finish.h"
@@ -8,45 +8,48 @@
 
 namespace qompose_x86 {
 
-constexpr int WIDEST = 4;  // vectors of 16 channels that a tile has
-constexpr int MOST_ROWS[] = {0, 12, 12, 8,
-                             6};  // by that width: at most 24 sums, so that all fit in registers
-constexpr int MOST_SUMS = 24;
+constexpr int WIDEST = 4;                  // vectors of channels that a tile has
+constexpr int64_t PANEL = WIDEST * LANES;  // channels whose weights lie together
+// By width, the most rows of a tile: so many that sums fit in registers, of which AVX-512 has 32, AVX2 16.
+constexpr int MOST_ROWS[] = {0, 12, LANES == 16 ? 12 : 6, LANES == 16 ? 8 : 4, LANES == 16 ? 6 : 3};
+constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;
+constexpr int BATCH = 24;  // windows that are found, and whose sums are finished, together: whole tiles
 
-// Sums of ROWS windows for 16 * WIDTH channels. Weights: [run][quad][channel][4].
+// Sums of ROWS windows, for WIDTH vectors of channels. Runs of bytes are those of where[run * stride + row],
+// weights [run][quad][channel][4].
 template <int WIDTH, int ROWS>
-void sum_tile(const Bytes* where, int64_t runs, int64_t quads, const int8_t* weights, const int32_t* start,
-              __m512i* sums) {
-  __m512i acc[ROWS][WIDTH];
+void sum_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
+              const int32_t* start, Ints* sums) {
+  Ints acc[ROWS][WIDTH];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) acc[r][j] = _mm512_loadu_si512(start + 16 * j);
-  for (int64_t run = 0; run < runs; ++run, where += ROWS) {
+    for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
+  for (int64_t run = 0; run < runs; ++run, where += stride) {
     Bytes from[ROWS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) from[r] = where[r];
-    for (int64_t quad = 0; quad < quads; ++quad, weights += 64 * WIDTH) {
-      __m512i w[WIDTH];
+    for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
+      Ints w[WIDTH];
 #pragma GCC unroll 16
-      for (int j = 0; j < WIDTH; ++j) w[j] = _mm512_loadu_si512(weights + 64 * j);
+      for (int j = 0; j < WIDTH; ++j) w[j] = load_ints(weights + 4 * LANES * j);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
         int32_t four;
         std::memcpy(&four, from[r] + 4 * quad, 4);
-        const __m512i x = _mm512_set1_epi32(four);
+        const Ints x = ints(four);
 #pragma GCC unroll 16
-        for (int j = 0; j < WIDTH; ++j) acc[r][j] = _mm512_dpbusd_epi32(acc[r][j], x, w[j]);
+        for (int j = 0; j < WIDTH; ++j) acc[r][j] = dot(acc[r][j], x, w[j]);
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) _mm512_store_si512(sums + r * WIDTH + j, acc[r][j]);
+    for (int j = 0; j < WIDTH; ++j) store_ints(sums + r * WIDTH + j, acc[r][j]);
 }
 
-using SumTile = void (*)(const Bytes*, int64_t, int64_t, const int8_t*, const int32_t*, __m512i*);
+using SumTile = void (*)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const int32_t*, Ints*);
 
 template <int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
 SumTile sum_of(int rows) {
@@ -69,37 +72,27 @@ inline SumTile sum_of(int width, int rows) {
   }
 }
 
-// What there is to do, as tiles in an order that keeps what they read and write in the cache of a core:
-// blocks of windows that read so many bytes, in each all panels of 64 channels, the last with the channels
-// that are left.
+// What there is to do, as batches in an order that keeps what they read and write in the cache of a core:
+// blocks of windows that read so many bytes, in each all panels of channels, the last with the channels that
+// are left.
 constexpr int64_t BLOCK_BYTES = 192 << 10;
-constexpr int64_t ROUND = 24;  // windows: whole tiles of any width
 
 struct Plan {
   int64_t pixels, block, panels;
   int last_width;
 
   Plan(const Image& g, int64_t channels) : pixels(g.pixels()) {
-    const int64_t vectors = (channels + 15) / 16;
+    const int64_t vectors = (channels + LANES - 1) / LANES;
     panels = (vectors + WIDEST - 1) / WIDEST;
     last_width = static_cast<int>(vectors - (panels - 1) * WIDEST);
     const int64_t bytes_each = std::max<int64_t>(1, g.n * g.h * g.w * g.c / pixels);
-    block = std::max<int64_t>(1, BLOCK_BYTES / bytes_each / ROUND) * ROUND;
+    block = std::max<int64_t>(1, BLOCK_BYTES / bytes_each / BATCH) * BATCH;
   }
   int width(int64_t panel) const { return panel + 1 == panels ? last_width : WIDEST; }
-  int64_t tiles(int64_t first, int64_t panel) const {
-    const int64_t most = MOST_ROWS[width(panel)], count = std::min(block, pixels - first);
-    return (count + most - 1) / most;
-  }
-  int64_t work() const {
-    int64_t sum = 0;
-    for (int64_t first = 0; first < pixels; first += block)
-      sum += (panels - 1) * tiles(first, 0) + tiles(first, panels - 1);
-    return sum;
-  }
+  int64_t work() const { return (pixels + BATCH - 1) / BATCH * panels; }  // blocks are whole batches
 };
 
-// Sums of one tile after another, with memory of its own.
+// Sums of one batch after another, with memory of its own.
 class Worker {
  public:
   Worker(const Image& image, const int8_t* weights, const Finish& f, void* out)
@@ -110,46 +103,45 @@ class Worker {
         finish(finish_of(f)),
         runs(g.runs()),
         quads(g.quads()),
-        windows(g, MOST_ROWS[1]),
-        where(MOST_ROWS[1] * runs) {}
+        windows(g, BATCH),
+        where(BATCH * runs) {}
 
-  // Tiles `from` to `to` of all of a plan.
+  // Batches `from` to `to` of all of a plan.
   void work(const Plan& plan, int64_t from, int64_t to) noexcept {
     int64_t before = 0;
-    for (int64_t first = 0; first < plan.pixels && before < to; first += plan.block)
-      for (int64_t panel = 0; panel < plan.panels && before < to; ++panel) {
-        const int64_t count = plan.tiles(first, panel), most = MOST_ROWS[plan.width(panel)];
-        const int64_t stop = std::min(first + plan.block, plan.pixels);
-        for (int64_t tile = std::max<int64_t>(0, from - before); tile < std::min(count, to - before);
-             ++tile) {
-          find(first + tile * most, std::min(most, stop - first - tile * most));
-          sum(panel * 64, plan.width(panel));
+    for (int64_t first = 0; first < plan.pixels && before < to; first += plan.block) {
+      const int64_t stop = std::min(first + plan.block, plan.pixels),
+                    count = (stop - first + BATCH - 1) / BATCH;
+      for (int64_t panel = 0; panel < plan.panels && before < to; ++panel, before += count)
+        for (int64_t i = std::max<int64_t>(0, from - before); i < std::min(count, to - before); ++i) {
+          find(first + i * BATCH, stop);
+          sum(panel * PANEL, plan.width(panel));
         }
-        before += count;
-      }
+    }
   }
 
-  // Tiles `from` to `to` of all groups: windows of `most` pixels, and for them one group after the other.
-  void work_in_groups(int64_t channels_each, int64_t most, int64_t from, int64_t to) noexcept {
+  // Batches `from` to `to` of all groups: windows, and for them one group after the other.
+  void work_in_groups(int64_t channels_each, int64_t from, int64_t to) noexcept {
     const int64_t groups = g.groups();
     for (int64_t unit = from; unit < to; ++unit) {
-      const int64_t group = unit % groups, first = unit / groups * most;
+      const int64_t group = unit % groups;
       if (unit == from || group == 0) {
-        find(first, std::min(most, g.pixels() - first));
+        find(unit / groups * BATCH, g.pixels());
         shift(group);
       } else {
         shift(1);
       }
       const int64_t stop = std::min((group + 1) * channels_each, f.channels);
-      for (int64_t channel = group * channels_each; channel < stop; channel += 64)
-        sum(channel, static_cast<int>(std::min<int64_t>(WIDEST, (stop - channel + 15) / 16)));
+      for (int64_t channel = group * channels_each; channel < stop; channel += PANEL)
+        sum(channel, static_cast<int>(std::min<int64_t>(WIDEST, (stop - channel + LANES - 1) / LANES)));
     }
   }
 
  private:
-  void find(int64_t pixel, int64_t count) {
+  // A batch from number `pixel` on, of those before `stop`.
+  void find(int64_t pixel, int64_t stop) {
     row = pixel;
-    rows = static_cast<int>(count);
+    rows = static_cast<int>(std::min<int64_t>(BATCH, stop - pixel));
     windows.find(row, rows, where.data());
   }
 
@@ -159,7 +151,9 @@ class Worker {
 
   void sum(int64_t channel, int width) {
     const int8_t* panel = weights + channel * runs * quads * 4;
-    sum_of(width, rows)(where.data(), runs, quads, panel, f.start + channel, sums);
+    for (int r = 0; r < rows; r += MOST_ROWS[width])
+      sum_of(width, std::min(MOST_ROWS[width], rows - r))(where.data() + r, rows, runs, quads, panel,
+                                                          f.start + channel, sums + r * width);
     finish(f, sums, rows, width, row, channel, out);
   }
 
@@ -173,22 +167,22 @@ class Worker {
   std::vector<Bytes> where;
   int64_t row = 0;
   int rows = 0;
-  alignas(64) __m512i sums[MOST_SUMS];
+  alignas(64) Ints sums[BATCH * WIDEST];
 };
 
-// `group_channels`: of the result, of each group, a multiple of 16.
+// `group_channels`: of the result, of each group, in whole vectors.
 inline void product(const Image& g, const int8_t* weights, const Finish& f, int64_t group_channels, void* out,
                     int available) {
   const Plan plan(g, f.channels);
-  const int64_t most = MOST_ROWS[std::min<int64_t>(WIDEST, (group_channels + 15) / 16)];
-  const int64_t tiles = g.group_depth ? (g.pixels() + most - 1) / most * g.groups() : plan.work();
-  const int threads = threads_for(g.pixels() * f.channels * g.runs() * g.quads() * 4, tiles, available);
+  const int64_t batches = (g.pixels() + BATCH - 1) / BATCH;
+  const int64_t units = g.group_depth ? batches * g.groups() : plan.work();
+  const int threads = threads_for(g.pixels() * f.channels * g.runs() * g.quads() * 4, units, available);
   std::vector<Worker> workers;
   workers.reserve(threads);
   for (int each = 0; each < threads; ++each) workers.emplace_back(g, weights, f, out);
-  in_parallel(threads, tiles, [&](int thread, int64_t from, int64_t to) {
+  in_parallel(threads, units, [&](int thread, int64_t from, int64_t to) {
     if (g.group_depth)
-      workers[thread].work_in_groups(group_channels, most, from, to);
+      workers[thread].work_in_groups(group_channels, from, to);
     else
       workers[thread].work(plan, from, to);
   });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layers of LSTM and GRU on AVX-512 VNNI: int8 weights, and inputs and states that are quantized row by row
+// Layers of LSTM and GRU: int8 weights, and inputs and states that are quantized row by row
 // when they are read. A row becomes two digits of eight bits for each value, 256 * high + low, so that a
 // product reads the weights once and loses no more than a float of 16 bits would.
 #pragma once
@@ -20,6 +20,7 @@ enum RecurrentSize : int {
   LAYERS,
   DIRECTIONS,
   BATCH_FIRST,
+  RECURRENT_LANES,
   RECURRENT_SIZES
 };
 
@@ -29,9 +30,9 @@ constexpr int64_t GATE_BYTES = 4 << 20;      // of products of inputs that are k
 constexpr float LARGEST_DIGITS = 127 * 256;  // whose digits are in -127..127 and -128..127
 constexpr float LEAST_RANGE = 1e-30f;
 
-inline int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
+inline int64_t whole_vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-// A weight of as many rows as `start` and `scale` have values, a multiple of 16, packed in panels of `width`
+// A weight of as many rows as `start` and `scale` have values, whole vectors, packed in panels of `width`
 // vectors.
 struct Matrix {
   const int8_t* weights;
@@ -59,13 +60,13 @@ struct Recurrent {
   float *out, *last_hidden, *last_cell;
 
   int64_t width() const { return projected ? projected : hidden; }  // of a hidden state
-  int64_t blocks() const { return (hidden + 15) / 16; }
-  int64_t channels() const { return blocks() * 16 * gates; }
+  int64_t blocks() const { return (hidden + LANES - 1) / LANES; }
+  int64_t channels() const { return blocks() * LANES * gates; }
   int64_t depth_of(int64_t layer) const { return layer == 0 ? input_width : width() * directions; }
   int rows_of_tile() const { return MOST_ROWS[gates] / 2; }
 };
 
-// Bytes, sums and values of what `vnni_recurrent.pack` makes.
+// Bytes, sums and values of what `recurrent.pack` makes.
 struct Totals {
   int64_t weights = 0, starts = 0, values = 0;
 };
@@ -118,54 +119,48 @@ struct Digits {
 
   void set(int64_t row, const float* from, int64_t count) const {
     uint8_t *high = bytes + 2 * row * line, *low = high + line;
-    __m512i most = _mm512_setzero_si512();  // as integers: NaN counts as more than any number
-    for (int64_t i = 0; i < count; i += 16) {
-      const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask_of(count - i), from + i));
-      most = _mm512_max_epi32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-    }
-    const int32_t bits = _mm512_reduce_max_epi32(most);
+    Ints most = ints(0);  // as integers: NaN counts as more than any number
+    for (int64_t i = 0; i < count; i += LANES)
+      most = largest(most, both(bits_of(load(first_lanes(count - i), from + i)), ints(0x7fffffff)));
+    int32_t bits[LANES];
+    store_ints(bits, most);
     float range;
-    std::memcpy(&range, &bits, 4);
+    std::memcpy(&range, std::max_element(bits, bits + LANES), 4);
     const bool finite = range <= std::numeric_limits<float>::max();
     range = finite ? std::max(range, LEAST_RANGE) : 1;
     scale[row] = finite ? range / LARGEST_DIGITS : std::numeric_limits<float>::quiet_NaN();
-    const __m512 inverse = _mm512_set1_ps(LARGEST_DIGITS / range), bound = _mm512_set1_ps(LARGEST_DIGITS);
-    for (int64_t i = 0; i < count; i += 16) {
-      const __mmask16 mask = mask_of(count - i);
-      __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, from + i), inverse);
-      value = _mm512_min_ps(bound, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), bound), value));
-      const __m512i whole = _mm512_cvtps_epi32(value), middle = _mm512_set1_epi32(128);
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, middle), 8);
-      const __m512i lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 8));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
-                       _mm512_cvtepi32_epi8(_mm512_add_epi32(upper, middle)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i),
-                       _mm512_cvtepi32_epi8(_mm512_add_epi32(lower, middle)));
+    const Floats inverse = floats(LARGEST_DIGITS / range), bound = floats(LARGEST_DIGITS);
+    for (int64_t i = 0; i < count; i += LANES) {
+      Floats value = mul(load(first_lanes(count - i), from + i), inverse);
+      value = min(bound, max(sub(floats(0), bound), value));
+      const Ints whole = to_ints(value), middle = ints(128);
+      const Ints upper = shifted_right(add(whole, middle), 8);
+      const Ints lower = sub(whole, shifted_left(upper, 8));
+      store_lowest(high + i, add(upper, middle));
+      store_lowest(low + i, add(lower, middle));
     }
   }
-  static __mmask16 mask_of(int64_t left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
 };
 
 // Sums of a tile: two rows of digits for each row of floats.
 QOMPOSE_INLINE void sum_digits(const Digits& digits, int64_t row, int rows, const Matrix& matrix,
-                               int64_t channel, int width, __m512i* sums) {
+                               int64_t channel, int width, Ints* sums) {
   Bytes where[2 * 6];
   for (int each = 0; each < 2 * rows; ++each) where[each] = digits.bytes + (2 * row + each) * digits.line;
   const int64_t quads = matrix.quads();
-  sum_of(width, 2 * rows)(where, 1, quads, matrix.weights + channel * quads * 4, matrix.start + channel,
+  sum_of(width, 2 * rows)(where, 0, 1, quads, matrix.weights + channel * quads * 4, matrix.start + channel,
                           sums);
 }
 
 // A vector of a tile in units.
-QOMPOSE_INLINE __m512 real_of(const __m512i* sums, int width, int row, int vector, float step,
+QOMPOSE_INLINE Floats real_of(const Ints* sums, int width, int row, int vector, float step,
                               const float* scale) {
-  const __m512 high = _mm512_cvtepi32_ps(sums[2 * row * width + vector]);
-  const __m512 low = _mm512_cvtepi32_ps(sums[(2 * row + 1) * width + vector]);
-  const __m512 sum = _mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
-  return _mm512_mul_ps(sum, _mm512_mul_ps(_mm512_set1_ps(step), _mm512_loadu_ps(scale)));
+  const Floats high = to_floats(sums[2 * row * width + vector]);
+  const Floats low = to_floats(sums[(2 * row + 1) * width + vector]);
+  return mul(fmadd(high, floats(256), low), mul(floats(step), load(scale)));
 }
 
-QOMPOSE_INLINE __m512 hyperbolic_tangent(__m512 x) { return apply<TANH>(x, 0); }
+QOMPOSE_INLINE Floats hyperbolic_tangent(Floats x) { return apply<TANH>(x, 0); }
 
 // One layer: where it reads and writes, and memory for all that it keeps.
 class Layer {
@@ -190,7 +185,7 @@ class Layer {
         states(r.directions * r.batch * whole_vectors(r.width())),
         state_bytes(2 * r.directions * r.batch * whole_vectors(r.width())),
         state_scales(r.directions * r.batch),
-        cell_states(r.directions * r.batch * r.blocks() * 16),
+        cell_states(r.directions * r.batch * r.blocks() * LANES),
         outputs(cell_states.size()),
         output_bytes(r.projected ? 2 * cell_states.size() : 0),
         output_scales(r.projected ? state_scales.size() : 0) {}
@@ -219,7 +214,7 @@ class Layer {
 
  private:
   Digits state_digits() { return {state_bytes.data(), state_scales.data(), whole_vectors(r.width())}; }
-  Digits output_digits() { return {output_bytes.data(), output_scales.data(), r.blocks() * 16}; }
+  Digits output_digits() { return {output_bytes.data(), output_scales.data(), r.blocks() * LANES}; }
   // Of a direction, what is read at a step.
   int64_t place(int64_t direction, int64_t step) const { return direction ? r.steps - 1 - step : step; }
   // The first and the last layer have the caller's order of steps and sequences, those between the first
@@ -229,7 +224,7 @@ class Layer {
   }
 
   void begin() {
-    const int64_t width = r.width(), line = whole_vectors(width), hidden = r.blocks() * 16;
+    const int64_t width = r.width(), line = whole_vectors(width), hidden = r.blocks() * LANES;
     const int64_t all = r.directions * r.batch;
     for (int64_t i = 0; i < all; ++i) {
       const int64_t given = layer * all + i;
@@ -245,7 +240,7 @@ class Layer {
       const int64_t given = layer * all + i;
       std::memcpy(r.last_hidden + given * width, &states[i * line], 4 * width);
       if (r.last_cell)
-        std::memcpy(r.last_cell + given * r.hidden, &cell_states[i * r.blocks() * 16], 4 * r.hidden);
+        std::memcpy(r.last_cell + given * r.hidden, &cell_states[i * r.blocks() * LANES], 4 * r.hidden);
     }
   }
 
@@ -266,17 +261,16 @@ class Layer {
     }
     const int most = r.rows_of_tile(), gates = r.gates;
     for (int64_t block = 0; block < r.blocks(); ++block) {
-      const int64_t channel = block * 16 * gates;
+      const int64_t channel = block * LANES * gates;
       for (int64_t at = 0; at < rows; at += most) {
-        alignas(64) __m512i sums[MOST_SUMS];
+        alignas(64) Ints sums[MOST_SUMS];
         const int tile = static_cast<int>(std::min<int64_t>(most, rows - at));
         sum_digits(digits, at, tile, matrix, channel, gates, sums);
         for (int i = 0; i < tile; ++i)
           for (int gate = 0; gate < gates; ++gate) {
-            const int64_t lane = channel + 16 * gate;
-            const __m512 real = real_of(sums, gates, i, gate, digits.scale[at + i], matrix.scale + lane);
-            _mm512_storeu_ps(product_of(direction, begin + at + i) + lane,
-                             _mm512_add_ps(real, _mm512_loadu_ps(matrix.bias + lane)));
+            const int64_t lane = channel + LANES * gate;
+            const Floats real = real_of(sums, gates, i, gate, digits.scale[at + i], matrix.scale + lane);
+            store(product_of(direction, begin + at + i) + lane, add(real, load(matrix.bias + lane)));
           }
       }
     }
@@ -296,46 +290,46 @@ class Layer {
     }
   }
 
-  // 16 units of a few sequences.
+  // A vector of units, of a few sequences.
   template <int GATES_EACH>
   void one_tile(int64_t direction, int64_t step, int64_t block, int64_t at, int rows) {
-    alignas(64) __m512i sums[MOST_SUMS];
+    alignas(64) Ints sums[MOST_SUMS];
     const Matrix& matrix = cells[direction].hidden;
-    const int64_t channel = block * 16 * GATES_EACH, state = direction * r.batch + at,
-                  units = r.blocks() * 16;
+    const int64_t channel = block * LANES * GATES_EACH, state = direction * r.batch + at,
+                  units = r.blocks() * LANES;
     sum_digits(state_digits(), state, rows, matrix, channel, GATES_EACH, sums);
     for (int i = 0; i < rows; ++i) {
-      __m512 inputs[GATES_EACH], own[GATES_EACH];
+      Floats inputs[GATES_EACH], own[GATES_EACH];
       const float* product = product_of(direction, step * r.batch + at + i) + channel;
       for (int gate = 0; gate < GATES_EACH; ++gate) {
-        const int64_t lane = channel + 16 * gate;
-        const __m512 real = real_of(sums, GATES_EACH, i, gate, state_scales[state + i], matrix.scale + lane);
-        own[gate] = _mm512_add_ps(real, _mm512_loadu_ps(matrix.bias + lane));
-        inputs[gate] = _mm512_loadu_ps(product + 16 * gate);
+        const int64_t lane = channel + LANES * gate;
+        const Floats real = real_of(sums, GATES_EACH, i, gate, state_scales[state + i], matrix.scale + lane);
+        own[gate] = add(real, load(matrix.bias + lane));
+        inputs[gate] = load(product + LANES * gate);
       }
-      float* output = &outputs[(state + i) * units + block * 16];
+      float* output = &outputs[(state + i) * units + block * LANES];
       if constexpr (GATES_EACH == LSTM_GATES) {
-        float* cell = &cell_states[(state + i) * units + block * 16];
-        const __m512 entry = logistic(_mm512_add_ps(inputs[0], own[0]));
-        const __m512 kept = logistic(_mm512_add_ps(inputs[1], own[1]));
-        const __m512 fresh = hyperbolic_tangent(_mm512_add_ps(inputs[2], own[2]));
-        const __m512 leave = logistic(_mm512_add_ps(inputs[3], own[3]));
-        const __m512 now = _mm512_fmadd_ps(kept, _mm512_loadu_ps(cell), _mm512_mul_ps(entry, fresh));
-        _mm512_storeu_ps(cell, now);
-        _mm512_storeu_ps(output, _mm512_mul_ps(leave, hyperbolic_tangent(now)));
+        float* cell = &cell_states[(state + i) * units + block * LANES];
+        const Floats entry = logistic(add(inputs[0], own[0]));
+        const Floats kept = logistic(add(inputs[1], own[1]));
+        const Floats fresh = hyperbolic_tangent(add(inputs[2], own[2]));
+        const Floats leave = logistic(add(inputs[3], own[3]));
+        const Floats now = fmadd(kept, load(cell), mul(entry, fresh));
+        store(cell, now);
+        store(output, mul(leave, hyperbolic_tangent(now)));
       } else {
-        const __m512 before = _mm512_loadu_ps(&states[(state + i) * units + block * 16]);
-        const __m512 reset = logistic(_mm512_add_ps(inputs[0], own[0]));
-        const __m512 update = logistic(_mm512_add_ps(inputs[1], own[1]));
-        const __m512 fresh = hyperbolic_tangent(_mm512_fmadd_ps(reset, own[2], inputs[2]));
-        _mm512_storeu_ps(output, _mm512_fmadd_ps(update, _mm512_sub_ps(before, fresh), fresh));
+        const Floats before = load(&states[(state + i) * units + block * LANES]);
+        const Floats reset = logistic(add(inputs[0], own[0]));
+        const Floats update = logistic(add(inputs[1], own[1]));
+        const Floats fresh = hyperbolic_tangent(fmadd(reset, own[2], inputs[2]));
+        store(output, fmadd(update, sub(before, fresh), fresh));
       }
     }
   }
 
   void project(int64_t direction, int64_t sequence, int64_t stop) {
     const Matrix& matrix = cells[direction].projection;
-    const int64_t line = whole_vectors(r.width()), vectors = line / 16, units = r.blocks() * 16;
+    const int64_t line = whole_vectors(r.width()), vectors = line / LANES, units = r.blocks() * LANES;
     const Digits digits = output_digits();
     const int most = MOST_ROWS[WIDEST] / 2;
     for (int64_t at = sequence; at < stop; ++at)
@@ -343,15 +337,15 @@ class Layer {
     for (int64_t vector = 0; vector < vectors; vector += WIDEST) {
       const int width = static_cast<int>(std::min<int64_t>(WIDEST, vectors - vector));
       for (int64_t at = sequence; at < stop; at += most) {
-        alignas(64) __m512i sums[MOST_SUMS];
+        alignas(64) Ints sums[MOST_SUMS];
         const int rows = static_cast<int>(std::min<int64_t>(most, stop - at));
         const int64_t state = direction * r.batch + at;
-        sum_digits(digits, state, rows, matrix, vector * 16, width, sums);
+        sum_digits(digits, state, rows, matrix, vector * LANES, width, sums);
         for (int i = 0; i < rows; ++i)
           for (int j = 0; j < width; ++j) {
-            const int64_t lane = (vector + j) * 16;
-            const __m512 real = real_of(sums, width, i, j, digits.scale[state + i], matrix.scale + lane);
-            _mm512_storeu_ps(&states[(state + i) * line + lane], real);
+            const int64_t lane = (vector + j) * LANES;
+            const Floats real = real_of(sums, width, i, j, digits.scale[state + i], matrix.scale + lane);
+            store(&states[(state + i) * line + lane], real);
           }
       }
     }
@@ -361,7 +355,7 @@ class Layer {
   void keep(int64_t direction, int64_t time, int64_t sequence) {
     const int64_t state = direction * r.batch + sequence, width = r.width();
     float* kept = &states[state * whole_vectors(width)];
-    if (!r.projected) std::memcpy(kept, &outputs[state * r.blocks() * 16], 4 * width);
+    if (!r.projected) std::memcpy(kept, &outputs[state * r.blocks() * LANES], 4 * width);
     state_digits().set(state, kept, width);
     std::memcpy(to + (row_at(is_last, time, sequence) * r.directions + direction) * width, kept, 4 * width);
   }

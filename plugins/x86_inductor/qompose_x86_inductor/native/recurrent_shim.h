@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator qompose_x86::vnni_recurrent for compiled programs: its arguments, as vnni_recurrent.py gives
+// The operator qompose_x86::native_recurrent for compiled programs: its arguments, as recurrent.py gives
 // them.
 #pragma once
 
@@ -29,6 +29,7 @@ inline void call_recurrent(AtenTensorHandle x, AtenTensorHandle hidden, AtenTens
                            AtenTensorHandle weights, AtenTensorHandle starts, AtenTensorHandle values,
                            const int64_t* s, int64_t count, AtenTensorHandle* results) {
   require(count == RECURRENT_SIZES, "another version of the list of numbers");
+  require(s[RECURRENT_LANES] == LANES, "the weights are packed for other vectors");
   require((s[GATES] == LSTM_GATES) == (cell != nullptr), "an LSTM has a cell state, and a GRU has none");
   const int64_t *given = three_sizes(x), by_batch = s[BATCH_FIRST];
   Recurrent r = recurrent_of(s, given[by_batch ? 1 : 0], given[by_batch ? 0 : 1]);
@@ -55,11 +56,11 @@ inline void call_recurrent(AtenTensorHandle x, AtenTensorHandle hidden, AtenTens
 
 }  // namespace qompose_x86
 
-extern "C" inline AOTITorchError aoti_torch_cpu_vnni_lstm(
+extern "C" inline AOTITorchError aoti_torch_cpu_native_lstm(
     AtenTensorHandle x, AtenTensorHandle hidden, AtenTensorHandle cell, AtenTensorHandle weights,
     AtenTensorHandle starts, AtenTensorHandle values, const int64_t* sizes, int64_t count,
     AtenTensorHandle* out, AtenTensorHandle* last_hidden, AtenTensorHandle* last_cell) {
-  return qompose_x86::without_exceptions("vnni_lstm", [&] {
+  return qompose_x86::without_exceptions("native_lstm", [&] {
     AtenTensorHandle results[3];
     qompose_x86::call_recurrent(x, hidden, &cell, weights, starts, values, sizes, count, results);
     *out = results[0];
@@ -68,12 +69,12 @@ extern "C" inline AOTITorchError aoti_torch_cpu_vnni_lstm(
   });
 }
 
-extern "C" inline AOTITorchError aoti_torch_cpu_vnni_gru(AtenTensorHandle x, AtenTensorHandle hidden,
-                                                         AtenTensorHandle weights, AtenTensorHandle starts,
-                                                         AtenTensorHandle values, const int64_t* sizes,
-                                                         int64_t count, AtenTensorHandle* out,
-                                                         AtenTensorHandle* last_hidden) {
-  return qompose_x86::without_exceptions("vnni_gru", [&] {
+extern "C" inline AOTITorchError aoti_torch_cpu_native_gru(AtenTensorHandle x, AtenTensorHandle hidden,
+                                                           AtenTensorHandle weights, AtenTensorHandle starts,
+                                                           AtenTensorHandle values, const int64_t* sizes,
+                                                           int64_t count, AtenTensorHandle* out,
+                                                           AtenTensorHandle* last_hidden) {
+  return qompose_x86::without_exceptions("native_gru", [&] {
     AtenTensorHandle results[2];
     qompose_x86::call_recurrent(x, hidden, nullptr, weights, starts, values, sizes, count, results);
     *out = results[0];

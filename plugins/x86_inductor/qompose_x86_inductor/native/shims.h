@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators qompose_x86::vnni_* and quantize_planes for compiled programs, which include this file.
+// The operators qompose_x86::native_* and quantize_planes for compiled programs, which include this file.
 #pragma once
 
 #include <immintrin.h>
@@ -17,8 +17,10 @@
 #pragma GCC push_options
 #pragma GCC optimize("O3")
 #include "arguments.h"
-#include "attention.h"
 #include "recurrent.h"
+#ifdef QOMPOSE_AVX512_VNNI
+#include "attention.h"
+#endif
 #pragma GCC pop_options
 #include "tensors.h"
 
@@ -79,9 +81,10 @@ inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHand
                              AtenTensorHandle* other, const int64_t* s, int64_t size_count, const double* e,
                              int64_t end_count) {
   require(size_count == SIZES && end_count == ENDS, "another version of the lists of numbers");
+  require(s[VECTOR_LANES] == LANES, "the weight is packed for other vectors");
   require(kind_of(x) == UINT8, "x is not uint8");
   const Image image = image_of(data_of<uint8_t>(x), sizes_of(x), s);
-  const int64_t channels = s[OUT_CHANNELS], unit = by_channel ? CHANNELS : 16,
+  const int64_t channels = s[OUT_CHANNELS], unit = by_channel ? CHANNELS : LANES,
                 whole = (channels + unit - 1) / unit * unit;
   const int64_t sizes[] = {image.n, image.oh, image.ow, channels};
   require(!by_channel || image.c == channels, "x has other channels than the weight");
@@ -125,8 +128,8 @@ inline AtenTensorHandle call_planes(AtenTensorHandle x, double scale, int64_t zp
     });                                                                                                      \
   }
 
-QOMPOSE_SHIM(vnni_product, false)
-QOMPOSE_SHIM(vnni_depthwise, true)
+QOMPOSE_SHIM(native_product, false)
+QOMPOSE_SHIM(native_depthwise, true)
 
 extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle x, double scale, int64_t zp,
                                                                 int64_t low, int64_t high,
@@ -135,5 +138,7 @@ extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle
       "quantize_planes", [&] { *result = qompose_x86::call_planes(x, scale, zp, low, high); });
 }
 
-#include "attention_shim.h"
 #include "recurrent_shim.h"
+#ifdef QOMPOSE_AVX512_VNNI
+#include "attention_shim.h"
+#endif

@@ -59,8 +59,11 @@ def recommended_weight_range() -> tuple[int, int]:
 def admits(weight: Tensor) -> bool:
     """Return whether oneDNN multiplies this int8 weight exactly; reads it only where that matters."""
     allowed = _arithmetic().exact_range
-    if allowed is None:
-        return False
+    return allowed is not None and is_within(weight, allowed)
+
+
+def is_within(weight: Tensor, allowed: tuple[int, int]) -> bool:
+    """Return whether an int8 weight is in a range, ends included; reads it only where that matters."""
     if allowed == FULL or weight.numel() == 0:
         return True
     low, high = torch.aminmax(weight)

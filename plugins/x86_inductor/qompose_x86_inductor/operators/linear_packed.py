@@ -6,8 +6,8 @@ first, each with a scale and perhaps a zero point of its own, those of `kit.choo
 not finite shows in its own row alone.
 
 `pack` makes ``weight``, ``scales`` and ``zeros`` (zero points), in panels of `LANES` output channels, and
-``sizes`` are a `Sizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows with
-zero points.
+``sizes`` are a `LinearSizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows
+with zero points.
 
 C++ computes it (`native.packed_linear`), in this process and in compiled programs. `reference` computes the
 same with operators of torch: where the C++ is not wanted or does not compile. There a compiler folds the
@@ -57,7 +57,7 @@ class Rows(enum.IntEnum):
     AFFINE = 2
 
 
-class Sizes(NamedTuple):
+class LinearSizes(NamedTuple):
     """Numbers of a weight.
 
     ``inputs`` are those of a row, ``depth`` the same in whole units, ``group`` how many share a scale.
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
     inputs: int
 
 
-class Packed(NamedTuple):
+class PackedLinear(NamedTuple):
     """A weight: flat uint8; scales (panels, groups, lanes), float32, or bfloat16 where that holds them.
 
     Zero points are int8 of that shape, None where all are 0.
@@ -82,7 +82,7 @@ class Packed(NamedTuple):
     zero_points: Tensor | None
 
 
-def pack(weight: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> Packed:
+def pack(weight: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedLinear:
     """Return int8 (out, in), scales and zero points (out, groups) as the operator reads them."""
     filled = F.pad(weight, (0, -weight.shape[1] % UNIT, 0, -weight.shape[0] % LANES))
     panels, units = filled.shape[0] // LANES, filled.shape[1] // UNIT
@@ -95,7 +95,7 @@ def pack(weight: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) 
     rounded = scales.bfloat16()
     stored = rounded if torch.equal(rounded.float(), scales) else scales
     some = zero_points is not None and bool(zero_points.any())
-    return Packed(
+    return PackedLinear(
         packed.flatten(),
         _in_panels(stored),
         _in_panels(zero_points.to(torch.int8)) if some and zero_points is not None else None,
@@ -107,7 +107,7 @@ def _in_panels(values: Tensor) -> Tensor:
     return filled.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
 
 
-def unpack(packed: Packed, sizes: Sizes) -> Tensor:
+def unpack(packed: PackedLinear, sizes: LinearSizes) -> Tensor:
     """Return the weight that `pack` was given as floats, scales included: (out, depth)."""
     filled = -(-sizes.channels // LANES) * LANES
     if sizes.bits == 4:
@@ -134,12 +134,12 @@ def reference(
 ) -> Tensor:
     """Return what the operator computes from its arguments."""
     _check(x, sizes)
-    of = Sizes(*sizes)
+    of = LinearSizes(*sizes)
     if of.depth == 0:
         return _without_inputs(x, bias, of)
     rows = x.reshape(-1, x.shape[-1])
     rows = F.pad(rows, (0, of.depth - rows.shape[1]))
-    values = unpack(Packed(weight, scales, zeros), of)
+    values = unpack(PackedLinear(weight, scales, zeros), of)
     if of.rows == Rows.FLOATS:
         total = F.linear(rows, values, bias)
     else:
@@ -160,18 +160,18 @@ def _compute(x: Tensor, *arguments: Any) -> Tensor:
     _check(x, sizes)
     _check_constants(tensors)
     if sizes[1] == 0:
-        return _without_inputs(x, tensors[-1], Sizes(*sizes))
+        return _without_inputs(x, tensors[-1], LinearSizes(*sizes))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return compute(rows, (*tensors,), (*sizes,)).view(*x.shape[:-1], sizes[0])
 
 
-def _without_inputs(x: Tensor, bias: Tensor | None, of: Sizes) -> Tensor:
+def _without_inputs(x: Tensor, bias: Tensor | None, of: LinearSizes) -> Tensor:
     added = x.new_zeros(of.channels) if bias is None else bias
     return added.expand(*x.shape[:-1], of.channels).clone(memory_format=torch.contiguous_format)
 
 
 def _check(x: Tensor, sizes: list[int]) -> None:
-    of = Sizes(*sizes)
+    of = LinearSizes(*sizes)
     if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] != of.inputs:
         raise ValueError(
             f"{NAMESPACE}::linear_packed: expected x float32 (..., {of.inputs}), got {x.dtype} "

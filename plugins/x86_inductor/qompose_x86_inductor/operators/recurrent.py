@@ -2,8 +2,8 @@
 """The operators ``lstm`` and ``gru``: recurrent layers with int8 weights, float32 in and out.
 
 Arguments are those of ``aten::lstm`` and ``aten::gru``, but for ``params``, whose matrices are int8, and
-``scales``, float32 (out,) of each matrix in their order. Compiled for AVX-512 with VNNI they multiply
-integers (`native.vnni_recurrent`). Here torch's own loop computes with weights in float32, which are made
+``scales``, float32 (out,) of each matrix in their order. Compiled, they multiply
+integers (`native.recurrent`). Here torch's own loop computes with weights in float32, which are made
 once: step by step, int8 products are slower than that.
 """
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that compiled programs run in C++ of our own, for processors with AVX-512 and VNNI.
+"""The operators of products that compiled programs run in C++ of our own (products.h, depthwise.h, planes.h).
 
-They are ``vnni_product``, ``vnni_depthwise`` and ``quantize_planes``. Inductor compiles the headers beside
-this file into each program. `reference` is what the operators compute, in operators of torch.
+They are ``native_product``, ``native_depthwise`` and ``quantize_planes``. Inductor compiles the headers
+beside this file into each program, for the set of `processor`. `reference` is what the operators compute, in
+operators of torch.
 
 Of the two products:
 
 * ``x`` is uint8 (N, H, W, C), contiguous, and so is the result (N, H', W', out), of any of three types;
-* ``weight`` is int8 as `pack` leaves it, in whole vectors of 16 (a depthwise one: blocks of 64) channels;
+* ``weight`` is int8 as `pack` leaves it, in whole vectors of channels (a depthwise one: blocks of four
+  vectors);
 * ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, are applied to them; all three
   have a value for each of those channels;
-* ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are a `Sizes` and an `Ends`.
+* ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are `ProductSizes` and `ProductEnds`.
 
 ``quantize_planes`` quantizes a float32 image (N, C, H, W) of two to `MOST_PLANES` channels to uint8
 (N, H, W, C).
@@ -19,13 +21,7 @@ Of the two products:
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,12 +29,13 @@ import torch.nn.functional as F
 from qompose.backend import kit
 from torch import Tensor
 
-from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.native import code
+from qompose_x86_inductor.native.processor import Isa
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from qompose_x86_inductor.operators.registration import register
 
-VECTOR, PANEL, FOUR, MOST_PLANES = 16, 64, 4, 4
+FOUR, MOST_PLANES = 4, 4
 KINDS: Final = (torch.uint8, torch.int8, torch.float32)
 
 # Names and algorithms of post-ops, in the order of `enum Function` in finish.h.
@@ -48,49 +45,12 @@ FUNCTIONS: Final = (
 )  # fmt: skip
 
 
-_used: Final = ContextVar("used", default=True)
-
-
-def wanted() -> bool:
-    """Return whether compiled programs may use C++ of our own."""
-    return _used.get()
-
-
-def available() -> bool:
-    """Return whether compiled programs may use the C++: it is for this machine, and not turned off."""
-    return wanted() and fits_machine()
-
-
-@contextmanager
-def used_if(wanted: bool) -> Iterator[None]:
-    """Turn the C++ off in this thread, unless it is wanted."""
-    token = _used.set(wanted and _used.get())
-    try:
-        yield
-    finally:
-        _used.reset(token)
-
-
-@functools.cache
-def fits_machine() -> bool:
-    """Return whether the C++ is for this machine: it has AVX-512 and VNNI, may use them, and no AMX."""
-    from torch._inductor.cpu_vec_isa import VecAVX512, pick_vec_isa
-
-    features = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni")
-    known = torch.cpu.get_capabilities()
-    return (
-        all(known.get(feature, False) for feature in features)
-        and not known.get("amx_int8", False)
-        and isinstance(pick_vec_isa(), VecAVX512)
-        and exactness.vnni_exact()
-    )
-
-
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """The numbers of `enum Size` in arguments.h, in its order; pairs are of height and width.
 
-    ``group_depth`` and ``group_channels`` are inputs and outputs of a group as `in_whole_groups` makes them,
-    multiples of 4 and 16, of which the last group may have fewer; 0 where there is one group.
+    ``lanes`` are those of the vectors that the weight is packed for. ``group_depth`` and ``group_channels``
+    are inputs and outputs of a group as `in_whole_groups` makes them, multiples of 4 and of the lanes, of
+    which the last group may have fewer; 0 where there is one group.
     """
 
     channels: int
@@ -102,6 +62,7 @@ class Sizes(NamedTuple):
     function: int
     zero_point: int
     kind: int
+    lanes: int
     group_depth: int = 0
     group_channels: int = 0
 
@@ -115,7 +76,7 @@ class Sizes(NamedTuple):
         return [n for value in self for n in (value if isinstance(value, tuple) else (value,))]
 
     @classmethod
-    def read(cls, flat: list[int]) -> Sizes:
+    def read(cls, flat: list[int]) -> ProductSizes:
         """Return the sizes that `flat` wrote."""
         kernel, stride, padding, dilation = ((flat[at], flat[at + 1]) for at in range(1, 9, 2))
         return cls(flat[0], kernel, stride, padding, dilation, *flat[9:])
@@ -127,7 +88,7 @@ class Sizes(NamedTuple):
         return [x.shape[0], *spatial, self.channels]
 
 
-class Ends(NamedTuple):
+class ProductEnds(NamedTuple):
     """The numbers of `enum End` there, in its order.
 
     Bounds and scales are in steps of the result, of floats in units.
@@ -141,28 +102,28 @@ class Ends(NamedTuple):
     high: float
 
 
-def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
+def pack(weight: Tensor, sizes: ProductSizes, *, depthwise: bool) -> Tensor:
     """Return an int8 weight (out, in, kh, kw) as the C++ reads it, flat."""
     taps = weight.permute(0, 2, 3, 1)
     if depthwise:
         columns = filled(weight[:, 0].transpose(1, 2), 2, FOUR)
-        return _pack_depthwise(columns.flatten(1))
+        return _pack_depthwise(columns.flatten(1), sizes.lanes)
     runs = taps.flatten(2) if sizes.joined else taps.flatten(1, 2)
-    runs = filled(filled(runs, 2, FOUR), 0, VECTOR)
+    runs = filled(filled(runs, 2, FOUR), 0, sizes.lanes)
     quads = runs.reshape(*runs.shape[:2], -1, FOUR)
     groups = torch.split(quads, sizes.group_channels or len(quads))
-    panels = (panel for group in groups for panel in torch.split(group, PANEL))
+    panels = (panel for group in groups for panel in torch.split(group, FOUR * sizes.lanes))
     return torch.cat([panel.permute(1, 2, 0, 3).flatten() for panel in panels])
 
 
-def in_whole_groups(weight: Tensor, groups: int) -> tuple[Tensor, int, int]:
+def in_whole_groups(weight: Tensor, groups: int, lanes: int) -> tuple[Tensor, int, int]:
     """Join groups of an int8 weight (out, in, kh, kw), with zeros where they do not meet, for whole vectors.
 
     Returns:
-        The weight, inputs and outputs of a group: multiples of `FOUR` and `VECTOR`, or 0 for one group.
+        The weight, inputs and outputs of a group: multiples of `FOUR` and of the lanes, or 0 for one group.
     """
     depth, channels = weight.shape[1], weight.shape[0] // groups
-    joined = math.lcm(VECTOR // math.gcd(VECTOR, channels), FOUR // math.gcd(FOUR, depth))
+    joined = math.lcm(lanes // math.gcd(lanes, channels), FOUR // math.gcd(FOUR, depth))
     joined = min(joined, groups)
     whole = filled(weight.reshape(groups, channels, *weight.shape[1:]), 0, joined)
     apart = whole.new_zeros(len(whole), channels, joined, *weight.shape[1:])
@@ -172,20 +133,22 @@ def in_whole_groups(weight: Tensor, groups: int) -> tuple[Tensor, int, int]:
     return result, *((depth * joined, channels * joined) if joined < groups else (0, 0))
 
 
-def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tensor:
+def unpack(packed: Tensor, sizes: ProductSizes, depth: int, *, depthwise: bool) -> Tensor:
     """Return the weight (out, in, kh, kw) that `pack` was given; ``depth`` is its number of inputs."""
-    (height, width), channels = sizes.kernel, sizes.channels
+    (height, width), channels, lanes = sizes.kernel, sizes.channels, sizes.lanes
+    panel = FOUR * lanes
     if depthwise:
-        blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
-        taps = torch.cat([_interleaved(block.permute(1, 0, 2).flatten(1)) for block in blocks])
+        whole = -(-channels // panel) * panel
+        blocks = packed.reshape(-1, packed.numel() // whole // FOUR, panel, FOUR)
+        taps = torch.cat([_in_order(block.permute(1, 0, 2).flatten(1), lanes) for block in blocks])
         columns = taps[:channels].reshape(channels, 1, width, -1)[..., :height]
         return columns.transpose(2, 3).contiguous()
     count, length = (height, width * depth) if sizes.joined else (height * width, depth)
-    quads, whole = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
+    quads, whole = -(-length // FOUR), -(-channels // lanes) * lanes
     each = sizes.group_channels or whole
     panels, at = [], 0
     while at < whole:
-        rows = min(PANEL, whole - at, each - at % each)
+        rows = min(panel, whole - at, each - at % each)
         part = packed[at * count * quads * FOUR :][: rows * count * quads * FOUR]
         panels.append(part.reshape(count, quads, rows, FOUR).permute(2, 0, 1, 3).flatten(2))
         at += rows
@@ -193,27 +156,32 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
     return runs.reshape(channels, height, width, depth).permute(0, 3, 1, 2)
 
 
-def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
+def per_channel(values: Tensor, lanes: int, *, depthwise: bool) -> Tensor:
     """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
     if not depthwise:
-        return filled(values, 0, VECTOR)
-    return _interleaved(filled(values, 0, PANEL))
+        return filled(values, 0, lanes)
+    return _interleaved(filled(values, 0, FOUR * lanes), lanes)
 
 
-def _pack_depthwise(taps: Tensor) -> Tensor:
+def _pack_depthwise(taps: Tensor, lanes: int) -> Tensor:
     """Pack (out, taps)."""
-    blocks = torch.split(_interleaved(filled(filled(taps, 1, FOUR), 0, PANEL)), PANEL)
+    panel = FOUR * lanes
+    blocks = torch.split(_interleaved(filled(filled(taps, 1, FOUR), 0, panel), lanes), panel)
     return torch.cat([
-        block.reshape(PANEL, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
+        block.reshape(panel, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
     ])  # fmt: skip
 
 
-def _interleaved(values: Tensor) -> Tensor:
-    """Return blocks of 64 channels, the first axis, in the order that depthwise.h unpacks images to.
+def _interleaved(values: Tensor, lanes: int) -> Tensor:
+    """Return blocks of four vectors of channels, the first axis, in the order that depthwise.h unpacks to."""
+    within = (lanes // FOUR, FOUR, FOUR)
+    return values.reshape(-1, *within, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
 
-    The order is its own inverse.
-    """
-    return values.reshape(-1, 4, 4, 4, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
+
+def _in_order(values: Tensor, lanes: int) -> Tensor:
+    """Return what `_interleaved` was given."""
+    within = (FOUR, lanes // FOUR, FOUR)
+    return values.reshape(-1, *within, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
 
 
 def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
@@ -222,32 +190,19 @@ def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
     return F.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
 
 
-def _blocked(channels: int) -> int:
-    return -(-channels // PANEL) * PANEL
-
-
 def _uncompiled(*arguments: Any, depthwise: bool) -> Tensor:
     """Compute an operator in a graph that was not compiled, or compiled without the C++."""
-    warn_uncompiled()
+    code.warn_uncompiled()
     return reference(*arguments, depthwise=depthwise)
-
-
-def warn_uncompiled() -> None:
-    """Warn of an operator that runs in a graph that was not compiled, or compiled without the C++."""
-    warnings.warn(
-        "An operator for compiled code runs on torch's operators, which is exact but slow: leave the "
-        "compiler's option cpp_wrapper as qompose.compile_lowered sets it",
-        stacklevel=3,
-    )
 
 
 def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
     x, packed, start, scale, bias, other, flat, given_ends = arguments
-    sizes, ends = Sizes.read(flat), Ends(*given_ends)
+    sizes, ends = ProductSizes.read(flat), ProductEnds(*given_ends)
     weight = unpack(packed, sizes, sizes.group_depth or x.shape[3], depthwise=depthwise)
     if depthwise:
-        start, scale, bias = map(_interleaved, (start, scale, bias))
+        start, scale, bias = (_in_order(v, sizes.lanes) for v in (start, scale, bias))
     start, scale, bias = (v[: sizes.channels].double() for v in (start, scale, bias))
     real = (_raw_sums(x, weight, sizes) + start) * scale + bias
     if other is not None:
@@ -263,7 +218,7 @@ def reference(*arguments: Any, depthwise: bool) -> Tensor:
     return steps.to(kind).contiguous()
 
 
-def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+def _raw_sums(x: Tensor, weight: Tensor, sizes: ProductSizes) -> Tensor:
     """Return float64 sums (N, H', W', out) of the integers, padded with the zero point."""
     (above, beside), whole = sizes.padding, weight.double()
     image = F.pad(x.permute(0, 3, 1, 2).double(), [beside, beside, above, above], value=sizes.x_zp)
@@ -286,7 +241,7 @@ def _fake_planes(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
-    sizes = Sizes.read(arguments[-2])
+    sizes = ProductSizes.read(arguments[-2])
     return x.new_empty(sizes.shape(x), dtype=KINDS[sizes.kind])
 
 
@@ -295,16 +250,16 @@ _SCHEMA: Final = (
     " float[] ends) -> Tensor"
 )
 _SCHEMAS: Final = {
-    "vnni_product": _SCHEMA,
-    "vnni_depthwise": _SCHEMA,
+    "native_product": _SCHEMA,
+    "native_depthwise": _SCHEMA,
     "quantize_planes": "(Tensor x, float scale, int zero_point, int low, int high) -> Tensor",
 }
 register(
     NAMESPACE,
     _SCHEMAS,
     {
-        "vnni_product": (functools.partial(_uncompiled, depthwise=False), _fake),
-        "vnni_depthwise": (functools.partial(_uncompiled, depthwise=True), _fake),
+        "native_product": (functools.partial(_uncompiled, depthwise=False), _fake),
+        "native_depthwise": (functools.partial(_uncompiled, depthwise=True), _fake),
         "quantize_planes": (reference_planes, _fake_planes),
     },
     torch.Tag.needs_contiguous_strides,
@@ -313,41 +268,15 @@ PRODUCT, DEPTHWISE, PLANES = (
     getattr(getattr(torch.ops, NAMESPACE), name).default for name in _SCHEMAS
 )
 
-_PRODUCT_SHIM: Final = (
-    f"({'AtenTensorHandle, ' * 5}AtenTensorHandle*, const int64_t*, int64_t, const double*, int64_t,"
-    " AtenTensorHandle*)"
-)
-_PLANES_SHIM: Final = "(AtenTensorHandle, double, int64_t, int64_t, int64_t, AtenTensorHandle*)"
-_HEADER: Final = Path(__file__).with_name("shims.h")
+_OF_PRODUCTS: Final = (*[code.HANDLE] * 5, code.OPTIONAL, code.INTEGERS, code.NUMBERS)
+_OF_PLANES: Final = (code.HANDLE, "double", *["int64_t"] * 3)
+_ARGUMENTS: Final = {PRODUCT: _OF_PRODUCTS, DEPTHWISE: _OF_PRODUCTS, PLANES: _OF_PLANES}
 
 
-def shims() -> dict[Any, list[str]]:
-    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``.
-
-    Each text is a declaration, against which the compiler checks the calls that torch writes. The code
-    follows the first one, so that it is valid after "extern" or without it, with a semicolon behind it or
-    none, in a block of C or of C++. torch's caches of compiled code depend on the text, not on what that
-    includes: hence the digest.
-    """
-    declared = {PRODUCT: _PRODUCT_SHIM, DEPTHWISE: _PRODUCT_SHIM, PLANES: _PLANES_SHIM}
+def shims(isa: Isa) -> dict[Any, list[str]]:
+    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``, with the code of shims.h."""
     texts = {
-        operator: [f"AOTITorchError aoti_torch_cpu_{name}{arguments}"]
-        for name, (operator, arguments) in zip(_SCHEMAS, declared.items(), strict=True)
+        operator: [code.declaration(name, *arguments)]
+        for name, (operator, arguments) in zip(_SCHEMAS, _ARGUMENTS.items(), strict=True)
     }
-    (first,) = texts[PRODUCT]
-    code = f'extern "C++" {{  // {digest(_HEADER.parent)}\n#include "{_HEADER.as_posix()}"\n}}'
-    texts[PRODUCT] = [f"{first};\n{code}"]
-    return texts
-
-
-def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
-    """Return the name of a new buffer of a module, for what the operators read."""
-    name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
-    gm.register_buffer(name, value, persistent=False)
-    return name
-
-
-def digest(folder: Path) -> str:
-    """Return a hash of the C++ headers of a folder."""
-    contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+    return {**texts, PRODUCT: [code.with_code(texts[PRODUCT][0], "shims.h", isa)]}

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose_x86_inductor.native import vnni, vnni_attention
-from qompose_x86_inductor.native.vnni import KINDS
-from qompose_x86_inductor.native.vnni_attention import Ends, Sizes, reference
+from qompose_x86_inductor.native import attention, processor
+from qompose_x86_inductor.native.attention import AttentionEnds, AttentionSizes, reference
+from qompose_x86_inductor.native.products import KINDS
 from torch import Tensor
 
-needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
+needs_vnni = pytest.mark.skipif(
+    processor.of_machine() is not processor.AVX512_VNNI, reason="no AVX-512 VNNI, or AMX beside it"
+)
 STEP = 0.05
 """Of the values, in units."""
 
 
 def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
-    """Run the C++ on the arguments of `vnni_attention.ATTENTION`."""
+    """Run the C++ on the arguments of `attention.ATTENTION`."""
     query, key, value, mask, sizes, ends = arguments
     batch, heads, length, width = query.shape
     shape = (batch, length, heads, value.shape[3])
@@ -111,11 +113,13 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     zero_point = draw(st.integers(0, 100)) if kind < 2 else 0
     limits = [(0, 255), (-128, 127)][kind] if kind < 2 else (-math.inf, math.inf)
     zero_points = (draw(st.integers(0, 255)) for _ in range(2))
-    sizes = Sizes(
+    sizes = AttentionSizes(
         *zero_points, draw(st.booleans()), kind < 2 or draw(st.booleans()), zero_point, kind
     )
     scale = 3 / (5500 * math.sqrt(width))  # of scores up to some ten units
-    ends = Ends(scale, 1.70437 if kind < 2 else STEP, *(bound - zero_point for bound in limits))
+    ends = AttentionEnds(
+        scale, 1.70437 if kind < 2 else STEP, *(bound - zero_point for bound in limits)
+    )
     return query, key, value, a_mask(draw(st.sampled_from(MASKS)), shape), [*sizes], [*ends]
 
 
@@ -139,7 +143,10 @@ def a_call(
     """Arguments with a result in float32."""
     torch.manual_seed(0)
     tensors = (integers(batch, heads, rows, width) for rows in (length, keys, keys))
-    sizes, ends = Sizes(120, 130, 0, safe, 0, 2), Ends(2e-4, STEP, -math.inf, math.inf)
+    sizes, ends = (
+        AttentionSizes(120, 130, 0, safe, 0, 2),
+        AttentionEnds(2e-4, STEP, -math.inf, math.inf),
+    )
     return *tensors, mask, [*sizes], [*ends]
 
 
@@ -194,7 +201,7 @@ def test_many_equal_scores_are_an_exact_mean(library: ctypes.CDLL) -> None:
     """The largest sums: 255 * 128 * keys, of probabilities that are all the largest integer."""
     keys, value = 65536, torch.zeros((), dtype=torch.uint8)
     query, key = integers(1, 1, 1, 4), integers(1, 1, 1, 4).expand(1, 1, keys, 4)
-    sizes, ends = Sizes(3, 130, 0, 1, 0, 2), Ends(1e-3, 1.0, -math.inf, math.inf)
+    sizes, ends = AttentionSizes(3, 130, 0, 1, 0, 2), AttentionEnds(1e-3, 1.0, -math.inf, math.inf)
     values = value.expand(1, 1, keys, 16)
     got = run(library, query, key, values, None, [*sizes], [*ends])
     assert torch.equal(got, torch.full_like(got, -130.0))
@@ -222,5 +229,5 @@ def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> No
 def test_running_it_uncompiled_says_so() -> None:
     arguments = a_call()
     with pytest.warns(UserWarning, match="cpp_wrapper"):
-        result = vnni_attention.ATTENTION(*arguments)
+        result = attention.ATTENTION(*arguments)
     assert torch.equal(result, reference(*arguments))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator ``vnni_attention``, which compiled programs run in C++ of our own (attention.h).
+"""The operator ``native_attention``, which compiled programs run in C++ of our own (attention.h).
 
 ``query``, ``key`` and ``value`` are uint8 of four axes in any layout, (B, heads, L, E), (B, H, S, E) and
 (B, H, S, V); ``mask`` broadcasts to (B, heads, L, S). The result is (B, L, heads, V), contiguous. What the
@@ -13,13 +13,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qompose_x86_inductor.native.vnni import KINDS, warn_uncompiled
+from qompose_x86_inductor.native import code
+from qompose_x86_inductor.native.products import KINDS
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 from qompose_x86_inductor.operators.attention import weighted_means
 from qompose_x86_inductor.operators.registration import register
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """The numbers of `enum AttentionSize` in attention.h, in its order."""
 
     q_zp: int
@@ -30,7 +31,7 @@ class Sizes(NamedTuple):
     kind: int
 
 
-class Ends(NamedTuple):
+class AttentionEnds(NamedTuple):
     """The numbers of `enum AttentionEnd` there, in its order.
 
     ``scale`` is that of scores, ``v_scale`` that of values; the latter and the bounds are in steps of the
@@ -52,7 +53,7 @@ def reference(
     ends: list[float],
 ) -> Tensor:
     """Return what the operator computes from its arguments."""
-    of, end = Sizes(*sizes), Ends(*ends)
+    of, end = AttentionSizes(*sizes), AttentionEnds(*ends)
     centred = (query.float() - of.q_zp, key.float() - 128, value.float() - of.v_zp)
     causal, safe = bool(of.is_causal), bool(of.safe_softmax)
     means = weighted_means(*centred, mask, end.scale, causal, safe)
@@ -63,7 +64,7 @@ def reference(
 
 def _uncompiled(*arguments: Any) -> Tensor:
     """Compute the operator in a graph that was not compiled, or compiled without the C++."""
-    warn_uncompiled()
+    code.warn_uncompiled()
     return reference(*arguments)
 
 
@@ -75,15 +76,14 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, sizes: Any, ends
 register(
     NAMESPACE,
     {
-        "vnni_attention": (
+        "native_attention": (
             "(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] sizes, float[] ends) -> Tensor"
         )
     },
-    {"vnni_attention": (_uncompiled, _fake)},
+    {"native_attention": (_uncompiled, _fake)},
 )
-ATTENTION: Final = torch.ops.qompose_x86.vnni_attention.default
-DECLARATION: Final = (
-    f"AOTITorchError aoti_torch_cpu_vnni_attention({'AtenTensorHandle, ' * 3}AtenTensorHandle*,"
-    " const int64_t*, int64_t, const double*, int64_t, AtenTensorHandle*)"
+ATTENTION: Final = torch.ops.qompose_x86.native_attention.default
+DECLARATION: Final = code.declaration(
+    "native_attention", *[code.HANDLE] * 3, code.OPTIONAL, code.INTEGERS, code.NUMBERS
 )
-"""Its function of C, for what `vnni.shims` returns."""
+"""Its function of C, for what `products.shims` returns, whose header defines it."""

@@ -14,28 +14,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from qompose_x86_inductor.native import vnni
-from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
+from qompose_x86_inductor.native import code, processor, products
+from qompose_x86_inductor.native.processor import Isa
+from qompose_x86_inductor.native.products import FUNCTIONS, KINDS, ProductEnds, ProductSizes
 from torch import Tensor
 
 MOST = float("inf")
-needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
 
 Run = Callable[..., Tensor]
 
 
 @pytest.fixture(scope="module")
 def native(library: ctypes.CDLL) -> Run:
-    """Return what runs the C++ on the arguments of `vnni.PRODUCT` or ``DEPTHWISE``."""
+    """Return what runs the C++ on the arguments of `products.PRODUCT` or ``DEPTHWISE``."""
     function = library.run
 
     def run(operator: Any, *arguments: Any, x: int | None = None, threads: int = 1) -> Tensor:
         image, *constants, other, sizes, ends = arguments
-        result = torch.full(Sizes.read(sizes).shape(image), 77, dtype=KINDS[Sizes.read(sizes).kind])
+        result = torch.full(
+            ProductSizes.read(sizes).shape(image), 77, dtype=KINDS[ProductSizes.read(sizes).kind]
+        )
         kind = 2 if other is None else KINDS.index(other.dtype)
         failed = function(
             ctypes.c_int(threads),
-            ctypes.c_bool(operator is vnni.DEPTHWISE),
+            ctypes.c_bool(operator is products.DEPTHWISE),
             ctypes.c_void_p(image.data_ptr() if x is None else x),
             (ctypes.c_int64 * 4)(*image.shape),
             *(ctypes.c_void_p(tensor.data_ptr()) for tensor in constants),
@@ -51,14 +53,18 @@ def native(library: ctypes.CDLL) -> Run:
     return run
 
 
-def a_weight(channels: int, depth: int, kernel: tuple[int, int], depthwise: bool) -> Tensor:
-    shape = (channels, 1 if depthwise else depth, *kernel)
-    return torch.randint(-128, 128, shape, dtype=torch.int8)
+def a_weight(
+    channels: int, depth: int, kernel: tuple[int, int], depthwise: bool, isa: Isa = processor.AVX2
+) -> Tensor:
+    """With the ends of what is multiplied exactly."""
+    shape, (low, high) = (channels, 1 if depthwise else depth, *kernel), isa.weights
+    weight = torch.randint(low, high + 1, shape, dtype=torch.int8)
+    return torch.where(torch.rand(shape) < 0.2, low, weight).to(torch.int8)
 
 
 @st.composite
-def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
-    """Arguments of an operator, from all that `vnni` may ask of it."""
+def calls(draw: st.DrawFn, isa: Isa, *, depthwise: bool) -> tuple[Any, ...]:
+    """Arguments of an operator, from all that `products` may ask of it."""
     whole = draw(st.integers(1, 150)) if depthwise else 0
     groups = 1 if depthwise else draw(st.sampled_from([1, 1, 2, 3, 5, 9, 32]))
     depth = whole or draw(st.integers(1, 70 if groups == 1 else 20))
@@ -75,9 +81,9 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     kind, function = draw(st.integers(0, 2)), draw(st.integers(0, len(FUNCTIONS) - 1))
     bounds = [(0, 255), (-128, 127)][kind] if kind < 2 else None
     zero_point = draw(st.integers(*bounds)) if bounds else 0
-    sizes = Sizes(
+    sizes = ProductSizes(
         channels, kernel, stride, padding, dilation, draw(st.integers(0, 255)), function,
-        zero_point, kind,
+        zero_point, kind, isa.lanes,
     )  # fmt: skip
     low, high = (
         (float(b - zero_point) for b in bounds)
@@ -87,11 +93,11 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     torch.manual_seed(draw(st.integers(0, 99)))
     shape = (draw(st.integers(1, 3)), height, width, depth * groups)
     x = torch.randint(0, 256, shape, dtype=torch.uint8)
-    weight = a_weight(channels, depth, kernel, depthwise)
+    weight = a_weight(channels, depth, kernel, depthwise, isa)
     spread = 60.0 if kind < 2 and function == 0 else 2.0
     terms = weight[0].numel()
     scale = torch.rand(channels) * spread / (5000 * terms**0.5)
-    ends = Ends(
+    ends = ProductEnds(
         other_scale=0.3, other_zp=draw(st.integers(-5, 9)) * 1.0, slope=0.1,
         per_step=30.0 if kind < 2 else 1.0, low=low, high=high,
     )  # fmt: skip
@@ -102,20 +108,22 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     return x, *constants, added, sizes.flat(), [*ends]
 
 
-def in_groups(sizes: Sizes, weight: Tensor, groups: int) -> tuple[Sizes, Tensor]:
+def in_groups(sizes: ProductSizes, weight: Tensor, groups: int) -> tuple[ProductSizes, Tensor]:
     """The same, as the C++ reads weights of several groups."""
     if groups == 1:
         return sizes, weight
-    weight, depth, channels = vnni.in_whole_groups(weight, groups)
+    weight, depth, channels = products.in_whole_groups(weight, groups, sizes.lanes)
     return sizes._replace(group_depth=depth, group_channels=channels), weight
 
 
 def prepared(
-    weight: Tensor, scale: Tensor, bias: Tensor, sizes: Sizes, *, depthwise: bool
+    weight: Tensor, scale: Tensor, bias: Tensor, sizes: ProductSizes, *, depthwise: bool
 ) -> list[Tensor]:
     start = -sizes.x_zp * weight.sum((1, 2, 3), dtype=torch.int32)
-    values = (vnni.per_channel(v, depthwise=depthwise) for v in (start, scale, bias))
-    return [vnni.pack(weight, sizes, depthwise=depthwise), *values]
+    values = (
+        products.per_channel(v, sizes.lanes, depthwise=depthwise) for v in (start, scale, bias)
+    )
+    return [products.pack(weight, sizes, depthwise=depthwise), *values]
 
 
 def agree(got: Tensor, wanted: Tensor) -> None:
@@ -128,17 +136,15 @@ def agree(got: Tensor, wanted: Tensor) -> None:
     assert float((apart > 0).double().mean()) <= max(0.002, 1.01 / got.numel())
 
 
-@needs_vnni
 @pytest.mark.parametrize("depthwise", [False, True], ids=["products", "channels by themselves"])
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_products(native: Run, depthwise: bool, data: st.DataObject) -> None:
-    arguments = data.draw(products(depthwise=depthwise))
-    wanted = vnni.reference(*arguments, depthwise=depthwise)
-    agree(native(vnni.DEPTHWISE if depthwise else vnni.PRODUCT, *arguments), wanted)
+def test_products(native: Run, isa: Isa, depthwise: bool, data: st.DataObject) -> None:
+    arguments = data.draw(calls(isa, depthwise=depthwise))
+    wanted = products.reference(*arguments, depthwise=depthwise)
+    agree(native(products.DEPTHWISE if depthwise else products.PRODUCT, *arguments), wanted)
 
 
-@needs_vnni
 @given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 70), st.integers(0, 255), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_planes(
@@ -151,7 +157,7 @@ def test_planes(
         ctypes.c_int(1), ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, (images, channels, pixels)),
         ctypes.c_float(1 / 0.03), *map(ctypes.c_int, (zp, low, high)), ctypes.c_void_p(result.data_ptr()),
     )  # fmt: skip
-    wanted = vnni.reference_planes(x, 0.03, zp, low, high)
+    wanted = products.reference_planes(x, 0.03, zp, low, high)
     assert torch.equal(result[:-64], wanted.flatten())
     assert bool((result[-64:] == 77).all())  # nothing is written behind it
 
@@ -159,6 +165,7 @@ def test_planes(
 def sums_of(
     x: Tensor,
     weight: Tensor,
+    isa: Isa = processor.AVX2,
     *,
     depthwise: bool,
     padding: int = 0,
@@ -167,30 +174,29 @@ def sums_of(
 ) -> tuple[Any, ...]:
     """Arguments of an operator that returns the plain sums, as floats."""
     channels, _, *kernel = weight.shape
-    sizes = Sizes(
+    sizes = ProductSizes(
         channels, (kernel[0], kernel[1]), (1, 1), (padding, padding), (1, 1), zero_point, 0, 0,
-        KINDS.index(torch.float32),
+        KINDS.index(torch.float32), isa.lanes,
     )  # fmt: skip
-    ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+    ends = ProductEnds(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
     scale, bias = torch.ones(channels), torch.zeros(channels)
     sizes, weight = in_groups(sizes, weight, groups)
     constants = prepared(weight, scale, bias, sizes, depthwise=depthwise)
     return x, *constants, None, sizes.flat(), [*ends]
 
 
-@needs_vnni
-@pytest.mark.parametrize("value", [127, -128])
+@pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize(
     ("depth", "channels", "taps"), [(4096, 65, 1), (64, 64, 3), (3, 16, 7), (64, 64, -3)]
 )
 def test_the_largest_sums_are_exact(
-    native: Run, value: int, depth: int, channels: int, taps: int
+    native: Run, isa: Isa, end: int, depth: int, channels: int, taps: int
 ) -> None:
-    depthwise, taps = taps < 0, abs(taps)
+    depthwise, taps, value = taps < 0, abs(taps), isa.weights[end]
     x = torch.full((1, 8, 9, depth), 255, dtype=torch.uint8)
     weight = a_weight(channels, depth, (taps, taps), depthwise).fill_(value)
-    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
-    got = native(operator, *sums_of(x, weight, depthwise=depthwise))
+    operator = products.DEPTHWISE if depthwise else products.PRODUCT
+    got = native(operator, *sums_of(x, weight, isa, depthwise=depthwise))
     assert torch.equal(got, torch.full_like(got, 255.0 * value * weight[0].numel()))
 
 
@@ -207,67 +213,73 @@ def at_the_end_of_memory(x: Tensor) -> Iterator[int]:
     yield begin
 
 
-@needs_vnni
 @pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("kernel", [(1, 1), (1, 2), (5, 5)])
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("depth", [1, 5, 67])
 def test_nothing_is_read_behind_an_image(
-    native: Run, kernel: tuple[int, int], padding: int, depth: int, depthwise: bool
+    native: Run, isa: Isa, kernel: tuple[int, int], padding: int, depth: int, depthwise: bool
 ) -> None:
     torch.manual_seed(depth)
     x = torch.randint(0, 256, (2, 6, 7, depth), dtype=torch.uint8)
     weight = a_weight(depth if depthwise else 5, depth, kernel, depthwise)
-    arguments = sums_of(x, weight, depthwise=depthwise, padding=padding, zero_point=3)
-    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    arguments = sums_of(x, weight, isa, depthwise=depthwise, padding=padding, zero_point=3)
+    operator = products.DEPTHWISE if depthwise else products.PRODUCT
     with at_the_end_of_memory(x) as place:
         got = native(operator, *arguments, x=place)
-    assert torch.equal(got, vnni.reference(*arguments, depthwise=depthwise))
+    assert torch.equal(got, products.reference(*arguments, depthwise=depthwise))
 
 
-@needs_vnni
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 1)])
 @pytest.mark.parametrize(
     ("groups", "depth", "each"), [(18, 4, 4), (7, 1, 2), (5, 24, 20), (2, 3, 5)]
 )
 def test_groups_are_those_of_torch_and_read_nothing_behind_an_image(
-    native: Run, groups: int, depth: int, each: int, kernel: tuple[int, int], padding: int
+    native: Run,
+    isa: Isa,
+    groups: int,
+    depth: int,
+    each: int,
+    kernel: tuple[int, int],
+    padding: int,
 ) -> None:
     torch.manual_seed(groups)
     x = torch.randint(0, 256, (2, 6, 7, depth * groups), dtype=torch.uint8)
     weight = a_weight(each * groups, depth, kernel, depthwise=False)
     image = F.pad(x.permute(0, 3, 1, 2).double(), [padding] * 4, value=3) - 3
     wanted = F.conv2d(image, weight.double(), groups=groups).permute(0, 2, 3, 1).float()
-    arguments = sums_of(x, weight, depthwise=False, padding=padding, zero_point=3, groups=groups)
+    arguments = sums_of(
+        x, weight, isa, depthwise=False, padding=padding, zero_point=3, groups=groups
+    )
     with at_the_end_of_memory(x) as place:
-        assert torch.equal(native(vnni.PRODUCT, *arguments, x=place, threads=3), wanted)
-    assert torch.equal(vnni.reference(*arguments, depthwise=False), wanted)
+        assert torch.equal(native(products.PRODUCT, *arguments, x=place, threads=3), wanted)
+    assert torch.equal(products.reference(*arguments, depthwise=False), wanted)
 
 
 @given(
     st.integers(1, 90), st.integers(1, 150), st.tuples(*[st.integers(1, 4)] * 2),
-    st.integers(1, 2), st.booleans(),
+    st.integers(1, 2), st.booleans(), st.sampled_from([8, 16]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_packing_loses_nothing(
-    depth: int, channels: int, kernel: tuple[int, int], gap: int, depthwise: bool
+    depth: int, channels: int, kernel: tuple[int, int], gap: int, depthwise: bool, lanes: int
 ) -> None:
-    sizes = Sizes(channels, kernel, (1, 1), (0, 0), (1, gap), 0, 0, 0, 0)
+    sizes = ProductSizes(channels, kernel, (1, 1), (0, 0), (1, gap), 0, 0, 0, 0, lanes)
     weight = a_weight(channels, depth, kernel, depthwise)
-    packed = vnni.pack(weight, sizes, depthwise=depthwise)
-    assert torch.equal(vnni.unpack(packed, sizes, depth, depthwise=depthwise), weight)
+    packed = products.pack(weight, sizes, depthwise=depthwise)
+    assert torch.equal(products.unpack(packed, sizes, depth, depthwise=depthwise), weight)
 
 
 def test_what_sizes_write_they_read() -> None:
-    sizes = Sizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2, 12, 16)
-    assert Sizes.read(sizes.flat()) == sizes
+    sizes = ProductSizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2, 8, 12, 16)
+    assert ProductSizes.read(sizes.flat()) == sizes
 
 
 def test_running_it_uncompiled_says_so() -> None:
     x = torch.full((1, 1, 2, 3), 5, dtype=torch.uint8)
     with pytest.warns(UserWarning, match="cpp_wrapper"):
-        result = vnni.PRODUCT(*sums_of(x, torch.ones(2, 3, 1, 1).char(), depthwise=False))
+        result = products.PRODUCT(*sums_of(x, torch.ones(2, 3, 1, 1).char(), depthwise=False))
     assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))
 
 
@@ -275,84 +287,92 @@ def test_another_version_of_the_code_is_another_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or torch would take what it compiled before from its caches."""
-    before = vnni.shims()[vnni.PRODUCT]
+    before = products.shims(processor.AVX2)[products.PRODUCT]
+    assert products.shims(processor.AVX512)[products.PRODUCT] != before
     (tmp_path / "shims.h").write_text("// another")
-    monkeypatch.setattr(vnni, "_HEADER", tmp_path / "shims.h")
-    after = vnni.shims()[vnni.PRODUCT]
-    digests = [texts[0].splitlines()[1] for texts in (before, after)]
+    monkeypatch.setattr(code, "HEADERS", tmp_path)
+    after = products.shims(processor.AVX2)[products.PRODUCT]
+    digests = [
+        [line for line in texts[0].splitlines() if "//" in line] for texts in (before, after)
+    ]
     assert digests[0] != digests[1]
 
 
 def with_bias(
-    values: list[float], channels: int, kind: torch.dtype, function: int = 0
+    values: list[float], channels: int, kind: torch.dtype, isa: Isa, function: int = 0
 ) -> tuple[Any, ...]:
     """Arguments of a product of zeros, whose bias goes through a function: a row for each value."""
     zero_point, limits = (0, None) if kind == torch.float32 else (7, torch.iinfo(kind))
     low, high = (-MOST, MOST) if limits is None else (limits.min - 7.0, limits.max - 7.0)
-    sizes = Sizes(
-        channels, (1, 1), (1, 1), (0, 0), (1, 1), 0, function, zero_point, KINDS.index(kind)
+    sizes = ProductSizes(
+        channels,
+        (1, 1),
+        (1, 1),
+        (0, 0),
+        (1, 1),
+        0,
+        function,
+        zero_point,
+        KINDS.index(kind),
+        isa.lanes,
     )
     weight = torch.zeros(channels, 4, 1, 1, dtype=torch.int8)
     constants = prepared(
         weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=False
     )
     other = torch.tensor(values)[:, None].expand(-1, channels).reshape(1, 1, -1, channels)
-    ends = Ends(1.0, 0.0, 0.1, 1.0, low, high)
+    ends = ProductEnds(1.0, 0.0, 0.1, 1.0, low, high)
     x = torch.zeros(1, 1, len(values), 4, dtype=torch.uint8)
     return x, *constants, other.contiguous(), sizes.flat(), [*ends]
 
 
-@needs_vnni
 @pytest.mark.parametrize("kind", KINDS[:2], ids=str)
 @pytest.mark.parametrize("function", range(len(FUNCTIONS)))
 def test_nan_is_the_lowest_integer_in_whole_and_in_ragged_tiles(
-    native: Run, kind: torch.dtype, function: int
+    native: Run, isa: Isa, kind: torch.dtype, function: int
 ) -> None:
-    arguments = with_bias([float("nan"), 0.0], 64 + 16 + 3, kind, function)
-    got = native(vnni.PRODUCT, *arguments)
+    arguments = with_bias([float("nan"), 0.0], 64 + 16 + 3, kind, isa, function)
+    got = native(products.PRODUCT, *arguments)
     assert bool((got[0, 0, 0] == torch.iinfo(kind).min).all())
-    assert torch.equal(got, vnni.reference(*arguments, depthwise=False))
+    assert torch.equal(got, products.reference(*arguments, depthwise=False))
 
 
-@needs_vnni
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_nan_of_channels_by_themselves(native: Run, kind: torch.dtype) -> None:
+def test_nan_of_channels_by_themselves(native: Run, isa: Isa, kind: torch.dtype) -> None:
     x = torch.zeros(1, 4, 4, 67, dtype=torch.uint8)
-    arguments = [*sums_of(x, torch.ones(67, 1, 3, 3).char(), depthwise=True)]
+    arguments = [*sums_of(x, torch.ones(67, 1, 3, 3).char(), isa, depthwise=True)]
     arguments[4] = arguments[4] + float("nan")
-    arguments[6] = Sizes.read(arguments[6])._replace(kind=KINDS.index(kind)).flat()
+    arguments[6] = ProductSizes.read(arguments[6])._replace(kind=KINDS.index(kind)).flat()
     if kind != torch.float32:
         arguments[7][-2:] = [
             float(limit) for limit in (torch.iinfo(kind).min, torch.iinfo(kind).max)
         ]
-    got = native(vnni.DEPTHWISE, *arguments)
+    got = native(products.DEPTHWISE, *arguments)
     lowest = got.isnan() if kind == torch.float32 else got == torch.iinfo(kind).min
     assert bool(lowest.all())
 
 
-@needs_vnni
 @pytest.mark.parametrize("function", range(len(FUNCTIONS)))
-def test_huge_values_are_those_of_torch(native: Run, function: int) -> None:
+def test_huge_values_are_those_of_torch(native: Run, isa: Isa, function: int) -> None:
     values = [s * v for v in (1e4, 1e10, 1e20, 3e38) for s in (1, -1)]
-    arguments = with_bias([*values, float("nan")], 19, torch.float32, function)
-    got = native(vnni.PRODUCT, *arguments)
-    wanted = vnni.reference(*arguments, depthwise=False)
+    arguments = with_bias([*values, float("nan")], 19, torch.float32, isa, function)
+    got = native(products.PRODUCT, *arguments)
+    wanted = products.reference(*arguments, depthwise=False)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
-@needs_vnni
 @pytest.mark.parametrize("threads", [2, 8, 64])
 @pytest.mark.parametrize(
     ("depthwise", "groups"), [(False, 1), (False, 8), (True, 1)], ids=["one", "groups", "channels"]
 )
 def test_threads_compute_the_same_and_ask_for_no_memory(
-    library: ctypes.CDLL, native: Run, threads: int, depthwise: bool, groups: int
+    library: ctypes.CDLL, native: Run, isa: Isa, threads: int, depthwise: bool, groups: int
 ) -> None:
     torch.manual_seed(0)
     x = torch.randint(0, 256, (2, 33, 35, 96), dtype=torch.uint8)
     weight = a_weight(96, 96 // groups, (3, 3), depthwise)
-    arguments = sums_of(x, weight, depthwise=depthwise, padding=1, groups=groups)
-    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    arguments = sums_of(x, weight, isa, depthwise=depthwise, padding=1, groups=groups)
+    operator = products.DEPTHWISE if depthwise else products.PRODUCT
     counts = [library.count_allocations(False), library.count_allocations(True)]
     got = native(operator, *arguments, threads=threads)
     assert library.threads(ctypes.c_int64(x.numel() * 9), ctypes.c_int64(64), threads) > 1
@@ -361,7 +381,6 @@ def test_threads_compute_the_same_and_ask_for_no_memory(
     assert torch.equal(got, native(operator, *arguments, threads=1))
 
 
-@needs_vnni
 @pytest.mark.parametrize(
     ("products", "parts", "expected"),
     [(1 << 16, 100, 1), (1 << 30, 1, 1), (1 << 30, 100, 8), (0, 0, 1)],
@@ -413,27 +432,28 @@ def capsule(address: int | None) -> Any:
     return make(address, None, None)
 
 
-def small_sums(other: Tensor | None = None, channels: int = 5) -> list[Any]:
+def small_sums(isa: Isa, other: Tensor | None = None, channels: int = 5) -> list[Any]:
     x = torch.randint(0, 256, (1, 4, 4, channels), dtype=torch.uint8)
-    arguments = [*sums_of(x, a_weight(channels, channels, (1, 1), False), depthwise=False)]
+    arguments = [*sums_of(x, a_weight(channels, channels, (1, 1), False), isa, depthwise=False)]
     arguments[5] = other
     return arguments
 
 
-@needs_vnni
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_an_operator_takes_and_returns_tensors(library: ctypes.CDLL, kind: torch.dtype) -> None:
-    arguments = small_sums(torch.ones(1, 4, 4, 5).to(kind))
+def test_an_operator_takes_and_returns_tensors(
+    library: ctypes.CDLL, isa: Isa, kind: torch.dtype
+) -> None:
+    arguments = small_sums(isa, torch.ones(1, 4, 4, 5).to(kind))
     got = Operator(library)(False, *arguments)
     assert got is not None
-    assert torch.equal(got, vnni.reference(*arguments, depthwise=False))
+    assert torch.equal(got, products.reference(*arguments, depthwise=False))
 
 
 def _too_small(arguments: list[Any]) -> None:
     """By one, at a stride that rounds the missing pixel away."""
-    sizes = Sizes.read(arguments[6])._replace(kernel=(5, 5), stride=(2, 2))
+    sizes = ProductSizes.read(arguments[6])._replace(kernel=(5, 5), stride=(2, 2))
     weight = a_weight(5, 5, (5, 5), False)
-    arguments[1], arguments[6] = vnni.pack(weight, sizes, depthwise=False), sizes.flat()
+    arguments[1], arguments[6] = products.pack(weight, sizes, depthwise=False), sizes.flat()
 
 
 WRONG = {
@@ -446,34 +466,36 @@ WRONG = {
     "not four axes": lambda a: a.__setitem__(0, a[0][0]),
     "x is not uint8": lambda a: a.__setitem__(0, a[0].float()),
     "a constant has another type": lambda a: a.__setitem__(3, a[3].double()),
+    "packed for other vectors": lambda a: a.__setitem__(
+        6, ProductSizes.read(a[6])._replace(lanes=4).flat()
+    ),
     "a constant has another size": lambda a: a.__setitem__(1, a[1][:-1]),
 }
 
 
-@needs_vnni
 @pytest.mark.parametrize("message", WRONG)
 def test_a_call_that_fails_says_why_and_keeps_nothing(
-    library: ctypes.CDLL, capfd: pytest.CaptureFixture[str], message: str
+    library: ctypes.CDLL, isa: Isa, capfd: pytest.CaptureFixture[str], message: str
 ) -> None:
-    arguments = small_sums()
+    arguments = small_sums(isa)
     WRONG[message](arguments)
     assert Operator(library)(False, *arguments) is None
-    assert "vnni_product: " in (said := capfd.readouterr().err)
+    assert "native_product: " in (said := capfd.readouterr().err)
     assert message in said
 
 
-@needs_vnni
 @pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4, 4, 5), (1, 4, 4, 0), (1, 1, 0, 5), (1, 1, 1, 1)])
 def test_sizes_of_none_and_one(
-    library: ctypes.CDLL, shape: tuple[int, ...], depthwise: bool
+    library: ctypes.CDLL, isa: Isa, shape: tuple[int, ...], depthwise: bool
 ) -> None:
     x = torch.full(shape, 200, dtype=torch.uint8)
     channels = shape[3] if depthwise else 3
-    arguments = sums_of(x, a_weight(channels, shape[3], (1, 1), depthwise), depthwise=depthwise)
+    weight = a_weight(channels, shape[3], (1, 1), depthwise)
+    arguments = sums_of(x, weight, isa, depthwise=depthwise)
     got = Operator(library)(depthwise, *arguments)
     assert got is not None
     assert got.shape == (*shape[:3], channels)
     empty = x.numel() == 0  # torch's convolution would refuse it
-    wanted = torch.zeros_like(got) if empty else vnni.reference(*arguments, depthwise=depthwise)
+    wanted = torch.zeros_like(got) if empty else products.reference(*arguments, depthwise=depthwise)
     assert torch.equal(got, wanted)

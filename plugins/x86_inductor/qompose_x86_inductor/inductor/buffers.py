@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls of C++ of our own read besides activations: buffers of the graph's module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
+    """Return the name of a new buffer of a module."""
+    name = f"_qompose_x86_native_{sum(1 for _ in gm.buffers())}"
+    gm.register_buffer(name, value, persistent=False)
+    return name
