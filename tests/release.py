@@ -2,10 +2,10 @@
 """Build every distribution, try each in an empty environment, and print what to upload.
 
     python -m tox run -e release                      # build and check what is there
-    python -m tox run -e release -- --version 0.3.0   # set that version first, in all distributions
+    python -m tox run -e release -- --version 0.3.0   # set that version first
 
-The version in the core's `pyproject.toml` is that of all distributions; plugins require a core of the same
-minor version. Files go to `dist/`. Nothing is uploaded.
+All distributions have the version of the core's `pyproject.toml`; `setup.py` of each plugin reads it there.
+Files go to `dist/`. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,44 +32,85 @@ from tests.processes import Environment, run  # noqa: E402
 
 DIST = ROOT / "dist"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
-_CORE = re.compile(r'"qompose>=[\d.]+,<[\d.]+"')
 
 SMOKE = """
-import torch, qompose
+import sys, torch, qompose
+from qompose.spec import QuantizationAnnotation
 from torch import nn
-names = [info.name for info in qompose.backends()]
+
+class Linears(qompose.Quantizer):
+    def annotate(self, model):
+        spec = qompose.QuantizationSpec(torch.int8, qompose.observers.MinMaxObserver, -127, 127,
+                                        torch.per_tensor_symmetric)
+        for node in model.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                inputs = {node.args[0]: spec, node.args[1]: spec}
+                node.meta["quantization_annotation"] = QuantizationAnnotation(inputs, _annotated=True)
+        return model
+
+for name in qompose.__all__:
+    getattr(qompose, name)
+found = [info.name for info in qompose.backends()]
+if found != sys.argv[1:]:
+    sys.exit(f"backends: {found}, expected {sys.argv[1:]}")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 8), nn.ReLU()).eval()
 batches = [(torch.randint(40, (4, 6)),) for _ in range(2)]
-for name in names:
-    result = qompose.quantize(model, batches[0], backends=[name], calibration=batches, progress=False)
-    error = (result.converted(*batches[0]) - model(*batches[0])).abs().max()
-    assert error < 0.1, (name, error)
-    print("   quantized a model with", name)
+for backend in found or [Linears()]:
+    rules = qompose.backend.load_backend(backend).rules if found else ()
+    targets = [target for rule in rules for target in rule.kernels]
+    target = next((t for t in ("torch", "onnx") if t in targets), "torch")
+    result = qompose.quantize(model, batches[0], backends=[backend], calibration=batches,
+                              target=target, progress=False)
+    error = (result.converted(*batches[0]) - model(*batches[0])).abs().max().item()
+    if not 0 < error < 0.1:
+        sys.exit(f"{backend}: the quantized model differs by {error} from the float one")
+    print(f"   {backend if found else 'a quantizer by hand'} on {target}: error {error:.4f}")
 """
+"""With the names of the backends that must be there; the core alone gets a quantizer written by hand."""
 
 
 class ReleaseError(Exception):
     """What stands in the way of a release."""
 
 
-def projects() -> list[Path]:
-    """The folders of all distributions, the core first."""
-    return [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+@dataclass(frozen=True)
+class Project:
+    """A distribution: its folder, its name, and the backends that it brings."""
+
+    folder: Path
+    name: str
+    backends: Sequence[str]
+
+    def files(self, version: str) -> tuple[Path, Path]:
+        """The wheel and the source distribution."""
+        stem = f"{self.name.replace('-', '_')}-{version}"
+        return DIST / f"{stem}-py3-none-any.whl", DIST / f"{stem}.tar.gz"
+
+
+def projects() -> list[Project]:
+    """All distributions, the core first."""
+    folders = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+    return [_project(folder) for folder in folders]
+
+
+def _project(folder: Path) -> Project:
+    found = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    return Project(folder, found["name"], [*found.get("entry-points", {}).get("qompose", ())])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--version", help="set this version in all distributions first")
+    parser.add_argument("--version", help="set this version first")
     options = parser.parse_args(arguments)
     try:
         if options.version:
             set_version(options.version)
         version = checked_version()
-        files = build()
-        _call("twine", "check", "--strict", *files)
-        for name in map(_name, projects()):
-            try_alone(name, version)
+        files = build(version)
+        print(_call("twine", "check", "--strict", *files), end="")
+        for project in projects():
+            try_alone(project, version)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
@@ -74,75 +119,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _name(project: Path) -> str:
-    name: str = tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"]
-    return name
-
-
 def set_version(version: str) -> None:
-    """Write a version, and the core that plugins require, to all `pyproject.toml`; the texts else stay."""
+    """Write the version to the one place that has it."""
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         raise ReleaseError(f"--version must be like 0.3.0 or 0.3.0rc1, got {version!r}")
-    major, minor = (int(part) for part in version.split(".")[:2])
-    for project in projects():
-        file = project / "pyproject.toml"
-        text = _VERSION.sub(f'version = "{version}"', file.read_text(), count=1)
-        file.write_text(_CORE.sub(f'"qompose>={major}.{minor},<{major}.{minor + 1}"', text))
+    file = ROOT / "pyproject.toml"
+    text = file.read_text("utf-8")
+    file.write_text(_VERSION.sub(f'version = "{version}"', text, count=1), "utf-8")
 
 
 def checked_version() -> str:
-    """Return the version of all distributions.
-
-    Raises:
-        ReleaseError: they differ, or the changelog has no section for it.
-    """
-    found = {
-        project: tomllib.loads((project / "pyproject.toml").read_text())["project"]["version"]
-        for project in projects()
-    }
-    version: str = found[ROOT]
-    for project, own in found.items():
-        if own != version:
-            raise ReleaseError(
-                f"{project.relative_to(ROOT)} has version {own}, the core {version}: run with --version"
-            )
-    if f"\n## {version}" not in (ROOT / "CHANGELOG.md").read_text():
-        print(f"warning: CHANGELOG.md has no section for {version}")
+    """Return the version of all distributions, and warn where the changelog starts with another."""
+    found = _VERSION.search((ROOT / "pyproject.toml").read_text("utf-8"))
+    if found is None:
+        raise ReleaseError("pyproject.toml has no version")
+    version = found[1]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    if newest is None or newest[1] != version:
+        newer = newest[1] if newest else "no version"
+        print(f"warning: CHANGELOG.md starts with {newer}, the version is {version}: use --version")
     return version
 
 
-def build() -> list[Path]:
-    """Build the wheel and the sdist of each distribution, and return the files."""
+def build(version: str) -> list[Path]:
+    """Build the wheel and the source distribution of each project, and return the files.
+
+    Raises:
+        ReleaseError: a build fails, or makes other files than those of this version.
+    """
     shutil.rmtree(DIST, ignore_errors=True)
     for project in projects():
-        print(f"building {_name(project)}")
-        _call("build", "--outdir", DIST, project)
-    return sorted(DIST.iterdir())
+        print(f"building {project.name}", flush=True)
+        _call("build", "--outdir", DIST, project.folder)
+    built, wanted = {*DIST.iterdir()}, [f for project in projects() for f in project.files(version)]
+    if built != {*wanted}:
+        names = ", ".join(sorted(file.name for file in built ^ {*wanted}))
+        raise ReleaseError(
+            f"dist/ must have the files of {version} alone; missing or too many: {names}"
+        )
+    return wanted
 
 
-def try_alone(name: str, version: str) -> None:
-    """Install a distribution in an empty environment, and use it: from its wheel, then from its sdist."""
+def try_alone(project: Project, version: str) -> None:
+    """Install a distribution in an empty environment, and use it: its wheel, then its source distribution."""
+    core, wheel, sdist = projects()[0].files(version)[0], *project.files(version)
     with tempfile.TemporaryDirectory() as folder:
         site = Environment(Path(folder))
-        install = ("install", "--quiet", "-c", ROOT / "constraints.txt", "--find-links", DIST)
-        again = ("--force-reinstall", "--no-deps", "--no-binary", name)
-        for kind, form in (("wheel", ("--only-binary", name)), ("sdist", again)):
-            print(f"trying {name} {version} from its {kind}")
-            site.pip(*install, *form, f"{name}=={version}")
-            for command in (["-m", "qompose", "backends", "--check"], ["-c", SMOKE]):
-                done = run([site.python, *command])
-                print(done.stdout, end="")
-                if done.returncode and name != _name(ROOT):  # the core alone has no backend
-                    raise ReleaseError(f"{name} from its {kind}: {done.stdout}{done.stderr}")
+        install = ("install", "--quiet", "-c", ROOT / "constraints.txt")
+        for file, options in (
+            (wheel, {core, wheel}),
+            (sdist, ("--force-reinstall", "--no-deps", sdist)),
+        ):
+            print(f"trying {file.name}", flush=True)
+            site.pip(*install, *options)
+            print(smoke(site, project), end="", flush=True)
 
 
-def _call(module: str, *arguments: object) -> None:
+def smoke(site: Environment, project: Project) -> str:
+    """Quantize a model in an environment with a distribution, and return what is printed.
+
+    Raises:
+        ReleaseError: a command fails, a backend is missing, or numbers are wrong.
+    """
+    printed = ""
+    for command in (["-m", "qompose", "backends", "--check"], ["-c", SMOKE, *project.backends]):
+        done = run([site.python, *command])
+        printed += done.stdout
+        if done.returncode:
+            raise ReleaseError(f"{project.name} does not work:\n{done.stdout}{done.stderr}")
+    return printed
+
+
+def _call(module: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     if done.returncode:
         raise ReleaseError(f"{module} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests import release
 from tests.processes import Environment, checked, run
 
 packaging_requirements = pytest.importorskip("packaging.requirements")
@@ -42,6 +43,7 @@ FOLDERS = {
     "qompose-x86-inductor": (ROOT / "plugins/x86_inductor", "qompose_x86_inductor"),
     "qompose-xnnpack": (ROOT / "plugins/xnnpack", "qompose_xnnpack"),
 }
+CORE = release.projects()[0]
 needs_x86 = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="x86_inductor needs x86"
 )
@@ -83,11 +85,12 @@ class Site(Environment):
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel of each distribution, built from a copy: setuptools would reuse an old build/."""
-    folder, copies = tmp_path_factory.mktemp("wheels"), []
-    for name, (source, package) in FOLDERS.items():
-        copies.append(copy := tmp_path_factory.mktemp(name))
-        for file in ("pyproject.toml", "README.md", "LICENSE"):
+    """The wheel of each distribution, built from a copy of the tree: setuptools would reuse an old build/."""
+    folder, tree, copies = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("tree"), []
+    for source, package in FOLDERS.values():
+        copies.append(copy := tree / source.relative_to(ROOT))
+        copy.mkdir(parents=True, exist_ok=True)
+        for file in ("pyproject.toml", "README.md", "LICENSE", *(["setup.py"] * (source != ROOT))):
             shutil.copy(source / file, copy)
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(source / package, copy / package, ignore=ignored)
@@ -197,8 +200,9 @@ class TestWheels:
         assert facts["Requires-Python"] == ">=3.10"
         assert facts.get_payload(), "the README is the long description"
         if name != "qompose":
-            wanted = requirements(facts.get_all("Requires-Dist", []))
-            assert "qompose" in {name for name, _ in wanted}
+            wanted = facts.get_all("Requires-Dist", [])
+            assert f"qompose~={facts['Version']}" in wanted
+            assert "torch" in {name for name, _ in requirements(wanted)}
 
 
 class TestInstalled:
@@ -269,6 +273,38 @@ class TestComingAndGoing:
         (row,) = site.qompose("backends")
         assert row["name"] == name
         site.script("import sys, qompose; qompose.backend.load_backend(sys.argv[1])", name)
+
+
+class TestRelease:
+    """The smoke test of `release.py`, and how a version is set."""
+
+    def test_core_that_works(self, make_site: Any) -> None:
+        site = make_site("qompose")
+        assert "a quantizer by hand" in release.smoke(site, CORE)
+        (site.packages / "qompose" / "conversion" / "convert.py").write_text("import missing")
+        with pytest.raises(release.ReleaseError, match="qompose does not work"):
+            release.smoke(site, CORE)
+
+    @pytest.mark.full
+    def test_backend_that_is_not_found(self, make_site: Any) -> None:
+        project = release.Project(ROOT / "plugins/embedding", "qompose-embedding", ["embedding"])
+        site = make_site(project.name)
+        assert "embedding on torch" in release.smoke(site, project)
+        next(site.packages.glob("qompose_embedding-*.dist-info/entry_points.txt")).unlink()
+        with pytest.raises(release.ReleaseError, match=r"backends: \[\], expected \['embedding'\]"):
+            release.smoke(site, project)
+
+    def test_version_is_in_one_place(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        for file in ("pyproject.toml", "CHANGELOG.md"):
+            shutil.copy(ROOT / file, tmp_path)
+        monkeypatch.setattr(release, "ROOT", tmp_path)
+        release.set_version("7.8.9rc1")
+        assert release.checked_version() == "7.8.9rc1"
+        assert "CHANGELOG.md" in capsys.readouterr().out
+        with pytest.raises(release.ReleaseError):
+            release.set_version("7.8")
 
 
 def assert_missing(site: Site) -> None:

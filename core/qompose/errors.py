@@ -52,7 +52,7 @@ class QomposeError(Exception):
 
 
 class UserError(QomposeError):
-    """The request cannot be met as it was made; the message says what to change."""
+    """The request cannot be carried out as given; the message says what to change."""
 
 
 class InternalError(QomposeError):
@@ -323,7 +323,7 @@ class TuningError(UserError):
 
 
 class QomposeWarning(UserWarning):
-    """Something asked for did not happen; the message names the operators."""
+    """Something that was requested did not happen; the message names the operators."""
 
 
 class RequirementWarning(QomposeWarning):

@@ -34,7 +34,7 @@ from qompose.storage.pt2_archive import export_pt2
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """What `quantize` made: the float program, the Q/DQ model, and the one that runs integer kernels."""
+    """The result of `quantize`: the float program, the Q/DQ model, and the model that runs integer kernels."""
 
     exported: ExportedProgram
     converted: GraphModule
@@ -81,20 +81,20 @@ class QuantizedModel:
         seconds: float = 0.2,
         **named: Any,
     ) -> Timings:
-        """Time the float program, the lowered one and what `compile` made with `torch.utils.benchmark`.
+        """Time the float program, the lowered model and the result of `compile` by `torch.utils.benchmark`.
 
-        What is slower than the float program is in a QomposeWarning.
+        A QomposeWarning names those that are slower than the float program.
 
         Args:
-            inputs, named: those of one call, or one dict of keyword arguments, as a batch of `calibrate` is;
-                without any, the ones that the float program was exported with.
-            keywords: keyword arguments as a mapping, for an input that is called "seconds", say.
-            seconds: how long each is run at least; the median counts.
+            inputs, named: the arguments of one call, or one dict of keyword arguments, like a batch of
+                `calibrate`. Default: the example inputs of the export.
+            keywords: keyword arguments as a mapping, in case an input is named "seconds", for example.
+            seconds: the least time for which each is run; the median is reported.
 
         Raises:
             UserError: the program was exported without inputs and none are given.
-            TargetError: the model was lowered to what cannot be called.
-            InputError: the inputs are not those of the program.
+            TargetError: the model was lowered for a target whose programs cannot be called.
+            InputError: the inputs do not fit the program.
         """
         if not callable(self.model):
             raise TargetError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # What was read, and partly run; later versions may have more.
 PEERS: dict[str, str] = {
-    "torchao": "PT2E, 0.19",
+    "torchao": "PT2E, 0.18",
     "ExecuTorch": "quantizers of all backends, August 2026",
     "NNCF": "torch.fx backend, 3.4",
     "ONNX Runtime": "1.31",
@@ -158,7 +158,13 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "ecosystem/test_table.py",
             "accepted from other quantizers; no kernel",
         ),
-        Feature("float8 and block floating point", "N", "P P P Y N Y Y Y Y"),
+        Feature(
+            "float8 and block floating point",
+            "P",
+            "P P P Y N Y Y Y Y",
+            "core/conversion/test_conversion.py",
+            "float8 is simulated; no kernel",
+        ),
         Feature(
             "percentile, entropy and least-error ranges",
             "Y",

@@ -176,9 +176,9 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities(Printable, Sequence[Capability]):
-    """Rows, with the tables they come from. An immutable sequence.
+    """What backends can quantize: an immutable sequence of `Capability` rows.
 
-    `silent` names quantizers that have no rule table, and so no rows.
+    `silent` names the quantizers that have no rule table and therefore no rows.
     """
 
     rows: tuple[Capability, ...]
@@ -209,16 +209,17 @@ class Capabilities(Printable, Sequence[Capability]):
     def filter(
         self, predicate: Callable[[Capability], object] | None = None, **facts: Any
     ) -> Capabilities:
-        """Return the rows for which `predicate` is true and whose fields have the given values.
+        """Return the rows whose fields have the given values and for which `predicate` is true.
 
         Args:
-            facts: fields of `Capability` by name, such as `mode="dynamic"`; `rule=` and `config=` as reports
-                name them; `target="torch"` asks for a kernel there, and `operator=nn.Conv2d` (or a name such
-                as "conv2d") for patterns with that operator. `supports` then answers for such rows alone.
+            facts: fields of `Capability` by name, such as `mode="dynamic"`; `rule=` and `config=` take the
+                names that reports print; `target="torch"` keeps rows with a kernel for that target, and
+                `operator=nn.Conv2d` (or a name such as "conv2d") those whose pattern has the operator.
+                `supports` of the result considers only these rows.
 
         Raises:
-            ConfigError: rows have no such field, or `operator` is none.
-            SelectorError: `operator` is a module that is more than one operator.
+            ConfigError: rows have no such field, or `operator` is not an operator.
+            SelectorError: `operator` is a module of more than one operator.
         """
         added = [_condition(name, value) for name, value in facts.items()]
         added += [] if predicate is None else [("the predicate of filter", predicate)]
@@ -229,7 +230,7 @@ class Capabilities(Printable, Sequence[Capability]):
         )
 
     def supports(self, pattern: object, config: QuantizationConfig | str | None = None) -> Support:
-        """Answer whether a rule takes a pattern, and can follow a configuration with it.
+        """Return whether a rule matches a pattern and supports a configuration for it.
 
         Args:
             pattern: a rule's name; a drawing, `"conv2d -> relu"`; an aten operator; a function or module
@@ -238,8 +239,8 @@ class Capabilities(Printable, Sequence[Capability]):
             config: a configuration; the name of one, or a mode; None asks for any that has rows.
 
         Raises:
-            ConfigError: `pattern` is nothing that one can ask about, `config` is not a configuration, or no
-                row has one of that name.
+            ConfigError: `pattern` has none of these forms, `config` is not a configuration, or no row has
+                a configuration of that name.
         """
         self._check_config(config)
         try:
@@ -349,7 +350,7 @@ class Capabilities(Printable, Sequence[Capability]):
         return (f"{names} lists nothing: qompose.can_quantize asks about an operator of a program",)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `{"schema": 1, "rows": [...]}` as JSON data; changes of the form raise the number."""
+        """Return `{"schema": 1, "rows": [...]}` as JSON data; the number is raised when the form changes."""
         return {"schema": SCHEMA, "rows": [row.to_dict() for row in self.rows]}
 
     def to_json(self) -> str:

@@ -67,17 +67,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What calibration found, by tensor; a value, which no method changes.
+    """The result of calibration, by tensor. Immutable: methods return new objects.
 
     Attributes:
-        entries: the tensors that share a range, and what was seen of them.
-        fingerprint: of the model (`qompose.plan.operator_ids`).
-        batches: how many of them a calibration that can be resumed has seen, else 0.
-        left_out: the tensors whose observers are of other packages, which give no statistics away.
-        means: of the channels of inputs that bias correction goes by, by site.
-        moments: second moments of inputs that rounding goes by, by site; one may have several, of different
+        entries: the tensors that share a range, with what their observer saw.
+        fingerprint: a hash of the model (`qompose.plan.operator_ids`).
+        batches: the number of batches that a resumable calibration has seen, else 0.
+        left_out: tensors with observers of other packages, whose statistics cannot be read.
+        means: channel means of inputs, for bias correction, by site.
+        moments: second moments of inputs, for rounding, by site; a site may have several, for different
             columns.
-        learned: what algorithms learned of the weights, from all data together; it cannot be merged.
+        learned: what algorithms learned about the weights from all data; it cannot be merged.
     """
 
     entries: tuple[Entry, ...]
@@ -109,21 +109,21 @@ class Statistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
-        """Read what `save` wrote. Nothing in the file is run.
+        """Read a file of `save`. Nothing in it is executed.
 
         Raises:
-            StatisticsError: it is not such a file, damaged, or of another version.
+            StatisticsError: the file is of another kind or version, or damaged.
             OSError: it cannot be read.
         """
         return read(Path(path), cls)
 
     def merged(self, *others: Statistics) -> Statistics:
-        """Return the statistics of all data together: exact, in whatever order and groups.
+        """Return the statistics of all data together, exactly, whatever the order and grouping.
 
-        What was learned of weights is not in them, since it depends on all data at once.
+        `learned` is dropped, since it depends on all data at once.
 
         Raises:
-            StatisticsError: they are of different models, or of observers that depend on the order.
+            StatisticsError: the models differ, or observers depend on the order of batches.
         """
         result = self
         for other in others:
@@ -175,7 +175,7 @@ class Statistics:
             )
 
     def diff(self, other: Statistics) -> tuple[Difference, ...]:
-        """Return the tensors of which the two do not say the same."""
+        """Return the tensors whose statistics differ."""
         mine, theirs = self._by_site(), other._by_site()
         sums, others = (_by_place((*o.means, *o.moments)) for o in (self, other))
         apart = {key[0] for key in sums if key in others and not sums[key].same(others[key])}
@@ -201,13 +201,13 @@ class Statistics:
         return {site: entry.facts for entry in self.entries for site in entry.sites}
 
     def with_range(self, site: Site | str, low: float, high: float) -> Statistics:
-        """Return statistics in which a tensor has bounds of your own, whatever was seen of it.
+        """Return statistics in which a tensor has the given bounds instead of those observed.
 
         Args:
             site: the tensor, as it is printed; or the path of a module with one tensor.
 
         Raises:
-            StatisticsError: there is no such tensor, or several; or the bounds are none.
+            StatisticsError: there is no such tensor, or several; or the bounds are invalid.
         """
         chosen = range_of(low, high)
         known = {str(one): one for entry in self.entries for one in entry.sites}
@@ -230,19 +230,20 @@ class Statistics:
         complete: bool = False,
         to_go_on: bool = False,
     ) -> GraphModule:
-        """Let the observers of a prepared model go by these statistics, in place, and return the model.
+        """Load these statistics into the observers of a prepared model, in place, and return the model.
 
         Args:
-            partial: leave observers as they are that want what is not here.
-            complete: raise an error also for ranges of channels and for means that no word asks for, without
-                which an algorithm is left out that calibration would have made.
-            to_go_on: do not mind that algorithms have not learned of all weights yet.
-            another_model: do not mind that the parameters are not those of the calibrated model.
+            partial: leave observers unchanged that these statistics do not cover.
+            complete: also raise an error for missing channel ranges and means that the configuration does not
+                request by name but that default algorithms use.
+            to_go_on: accept statistics of an unfinished calibration, in which algorithms have not seen
+                all weights.
+            another_model: accept statistics of a model with other parameters.
 
         Raises:
             StageError: the model was not prepared.
-            StatisticsError: the model is another one; an observer wants what is not here. Then no
-                observer has changed.
+            StatisticsError: the model is a different one, or an observer needs statistics that are missing.
+                No observer is changed then.
         """
         record = prepared_record(prepared, "Statistics.apply")
         if not another_model:

@@ -134,40 +134,40 @@ def compile_lowered(
     options: Mapping[str, Any] | None = None,
     native_code: bool | None = None,
 ) -> CompiledModel | dict[str, CompiledModel]:
-    """Compile what `lower` made for the target "torch", now, with the shapes that the program records.
+    """Compile a model that was lowered for the target "torch", with the shapes that the program records.
 
     =================  =======================================================================
     mode               what it does
     =================  =======================================================================
-    "default"          `torch.compile`; another size of a dynamic dimension needs no compiling
-    "max-autotune"     the same with that mode of `torch.compile`, which tries kernels out
+    "default"          `torch.compile`; dynamic dimensions may change without compiling again
+    "max-autotune"     the same with that mode of `torch.compile`, which benchmarks kernels
     "package"          writes a package, which `torch._inductor.aoti_load_package` loads in a
-                       process that imports torch alone; the result runs that package
+                       process that imports only torch; the result runs that package
     =================  =======================================================================
 
-    The compiled model has copies of the buffers that the program writes to, and begins with the values
-    that they have now. The methods of one program share theirs, and are compiled together, all or none.
-    Where the program cannot run on zeros, the first two modes compile on the first call.
+    The compiled model has copies of the buffers that the program writes to, with their current values.
+    The methods of one program share theirs and are compiled together, all or none. If the program cannot
+    run on zeros, the first two modes compile at the first call.
 
     Args:
-        lowered: a lowered model, or the methods of one program by name, not for a package.
-        path: the file of a package, ending in ".pt2"; without it a temporary one is written. A file
-            that exists is replaced at once, or left as it is where compiling fails.
-        options: of torch's compiler, by name, as `torch.compile` takes them; they count before those
-            that backends ask for (`Backend.compiler_options`).
-        native_code: False compiles without the C++ that backends bring for their operators. None: with it,
-            unless the environment says QOMPOSE_NATIVE_CODE=0. Where it does not compile, a `QomposeWarning`
-            says why, and the program runs on torch's operators.
+        lowered: a lowered model, or the methods of one program by name (not for a package).
+        path: the file of a package, ending in ".pt2"; without it, a temporary file is written. An existing
+            file is replaced atomically, and kept if compiling fails.
+        options: options of torch's compiler by name, as for `torch.compile`; they override those of
+            backends (`Backend.compiler_options`).
+        native_code: False compiles without the C++ code of backends. None uses it unless the environment
+            has QOMPOSE_NATIVE_CODE=0. If it does not compile, a `QomposeWarning` gives the reason and the
+            program runs on torch's operators.
 
     Raises:
         StageError: the model was not lowered.
-        UserError: an unknown mode or option, or a path that is invalid or is given for another mode; or
-            a method that shares state with methods that are not compiled with it.
-        TargetError: the model was lowered for another target, or several methods for a package.
-        CompilationError: there is no C++ compiler; an operator would remain in a package that torch alone
-            does not know; or torch cannot compile the program.
+        UserError: the mode or an option is unknown, the path is invalid or given for another mode, or a
+            method shares state with methods that are not compiled with it.
+        TargetError: the model was lowered for another target, or a package would have several methods.
+        CompilationError: there is no C++ compiler, torch cannot compile the program, or a package would
+            contain an operator that torch does not have.
         MemberError: a backend cannot rewrite its operators for compilers.
-        OSError: the file of the package cannot be written.
+        OSError: the package cannot be written.
     """
     file = _destination(mode, path)
     if not isinstance(lowered, Mapping):

@@ -145,12 +145,12 @@ def activation_spec(
 
     Args:
         low, high: the bounds of the integers.
-        range: how the range is estimated, see `observer_for_range`. Checked, but of no use, if dynamic.
-        is_dynamic: choose the scale when the model runs.
-        per_token: choose one for each index of all dimensions but the last; `is_dynamic` only.
+        range: how the range is estimated, see `observer_for_range`. Checked but unused if dynamic.
+        is_dynamic: compute the scale when the model runs.
+        per_token: compute one for each index of all dimensions but the last; needs `is_dynamic`.
 
     Raises:
-        ConfigError: there is no such word, or `per_token` without `is_dynamic`.
+        ConfigError: `range` is unknown, or `per_token` without `is_dynamic`.
     """
     estimated = observer_for_range(range)
     if per_token and not is_dynamic:
@@ -179,13 +179,13 @@ def weight_spec(
 
     Args:
         low, high: the bounds of the integers; -8 and 7 for four bits.
-        per_channel: False: one scale for the whole weight. Of no effect in groups.
-        group_size: one scale for so many inputs in a row, rounded to bfloat16.
-        range: how the range is estimated, see `weight_observer_for_range`; "minmax" alone in groups.
-        symmetric: whether all zero points are 0. False, for groups alone: each has its own.
+        per_channel: False gives one scale for the whole weight; ignored with `group_size`.
+        group_size: the number of consecutive inputs that share a scale, which is rounded to bfloat16.
+        range: how the range is estimated, see `weight_observer_for_range`; only "minmax" with `group_size`.
+        symmetric: True sets all zero points to 0. False, only with `group_size`, gives each group its own.
 
     Raises:
-        ConfigError: there is no such specification.
+        ConfigError: an option is invalid, or options exclude each other.
     """
     estimated = weight_observer_for_range(range, per_channel=per_channel)
     if not symmetric and group_size is None:
@@ -224,18 +224,18 @@ def training_config(
 ) -> QuantizationConfig:
     """Return a configuration for `prepare_qat_pt2e` that gives the same integers.
 
-    Channels are not balanced: weights that are trained find their own way.
+    Channels are not balanced, since training adapts the weights.
 
     Args:
-        config: for calibration. Its observers stay, but for the default one of activations, whose search
-            takes longer than a step: moving averages take its place.
+        config: a configuration for calibration. Its observers are kept, except the default one for
+            activations, whose search takes longer than a training step; a moving average replaces it.
         fake_quantize: "moving_average", or "learned": scales per tensor and per channel become parameters,
-            whose first values the observers give.
-        is_qat: False returns `config` as it is, for functions that have such an argument.
+            initialized from the observers.
+        is_qat: False returns `config` unchanged, for functions that have such an argument.
 
     Raises:
-        ConfigError: there is no such word, or it would have no effect; ranges are asked for that are
-            searched, or algorithms, which are for what is not trained.
+        ConfigError: `fake_quantize` is unknown or would have no effect; or `config` requests searched
+            ranges or algorithms, which do not work in training.
     """
     if fake_quantize not in FAKE_QUANTIZERS:
         hint = near_names(str(fake_quantize), FAKE_QUANTIZERS)

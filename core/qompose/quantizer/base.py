@@ -28,10 +28,10 @@ from qompose.spec.quantization_spec import (
 
 @virtual_subclass_of(QUANTIZERS, "Quantizer")
 class Quantizer(ABC):
-    """Says which operators of an exported program are quantized, and how.
+    """Decides which operators of an exported program are quantized, and how.
 
-    Subclasses annotate: `annotate` puts a QuantizationAnnotation into `node.meta` of the nodes it wants.
-    A quantizer keeps no state of the programs it saw. torchao's `prepare_pt2e` takes it too
+    Subclasses implement `annotate`, which puts a QuantizationAnnotation into `node.meta` of each node to
+    quantize. A quantizer keeps no state about programs. torchao's `prepare_pt2e` accepts it too
     (`qompose.quantizer.interop.torchao_engine`).
     """
 
@@ -53,12 +53,12 @@ class Quantizer(ABC):
 
     @property
     def members(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers that make claims: this one, or those of a composition."""
+        """Return the quantizers that make claims: this one, or the members of a composition."""
         return (self,)
 
     @property
     def labelled_members(self) -> list[tuple[str, Quantizer]]:
-        """Return (label, member) of each member; a name that occurs again gets a number."""
+        """Return (label, member) pairs; repeated names are numbered."""
         names = [member.name for member in self.members]
         labels: list[str] = []
         for name in names:
@@ -69,23 +69,23 @@ class Quantizer(ABC):
         return list(zip(labels, self.members, strict=True))
 
     def bound(self, exported: GraphModule) -> Quantizer:
-        """Return this quantizer with its settings applied to one program, before any rewrite.
+        """Return a copy of this quantizer with its settings resolved for one program, before any rewrite.
 
-        The copy is asked about that program and let go of; the quantizer itself keeps nothing of it.
+        The copy answers for that program only and is then discarded.
 
         Raises:
-            SelectorError: a setting names something exactly that is not in the program.
+            SelectorError: a setting names something that is not in the program.
         """
         return self
 
     def start(self) -> None:
-        """Forget what hooks remember of one another; the engine is going to call them from the first on."""
+        """Reset what hooks share; the engine calls this before the first of them."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Rewrite a copy of the program before it is annotated.
 
-        As it stands, this is for other engines: it makes the `rewrites` that claims cover. qompose's own
-        engine makes those itself, and calls what overrides this.
+        The default is for other engines: it applies the `rewrites` that claims cover. qompose's engine
+        applies those itself and calls only overrides.
         """
         return model if self._is_bound else transform_for_torchao(model, self)
 
@@ -94,7 +94,7 @@ class Quantizer(ABC):
         """Annotate the nodes of `model` in place and return it."""
 
     def validate(self, model: GraphModule) -> None:
-        """Raise where the annotated program cannot run on the backend."""
+        """Raise an error if the annotated program cannot run on the backend."""
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
@@ -102,35 +102,35 @@ class Quantizer(ABC):
         """Look at, or replace, the observers before they are inserted."""
 
     def check_program(self, exported: GraphModule) -> list[str]:
-        """Return what of the settings applies to nothing; asked once the program was annotated."""
+        """Return the settings that matched nothing; called after the program was annotated."""
         return []
 
     def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
-        """Return why operators of the exported program must not be merged for one of its claims, or None."""
+        """Return why operators of the exported program must not be rewritten for one of its claims, or None."""
         return None
 
     def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
         """Return why the parameter of one of this quantizer's claims cannot have `spec`, or None.
 
-        It is asked where the parameter is tied to one that another claim wants otherwise.
+        Called if the parameter is tied to one for which another claim has a different specification.
         """
         return "its quantizer annotates, and says nothing of other specifications"
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
-        """Return claims on `model`, given those of earlier members. `model` is left as it is."""
+        """Return claims on `model`, given those of earlier members. `model` is left unchanged."""
         return propose_annotations(self.name, self.annotate, model, taken, on_conflict)
 
     def quantization_capabilities(self) -> Capabilities:
-        """Return what this quantizer can do, a row per pattern and configuration."""
+        """Return what this quantizer can do, as a row for each pattern and configuration."""
         return Capabilities((), silent=(self.name,))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data, which `qompose.quantizer.quantizer_from_dict` reads.
 
         Raises:
-            ConfigError: they hold what data cannot name, such as a function.
+            ConfigError: they contain something that JSON cannot express, such as a function.
         """
         raise ConfigError(f"{self.name} is defined in code and cannot be saved; create it again")
 

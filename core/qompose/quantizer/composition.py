@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 class ComposableQuantizer(Quantizer):
-    """Several quantizers as one; their order is their priority.
+    """Several quantizers as one, in order of priority.
 
     Args:
-        quantizers: the members, of this engine or another; a composition among them is taken apart into its
-            own members, which keep their order and come under this one's `on_conflict`.
-        on_conflict: what happens where several want the same operators. "priority": they go to the first
-            member that can take them, and the report lists what the others lost; a member that annotates
-            itself and changes what an earlier one annotated raises AnnotationConflictError. "first": the
-            same, and such a change is undone and listed. "error": any operator that several want raises
+        quantizers: the members, of this engine or another. A nested composition is replaced by its members,
+            in their order, which then follow this composition's `on_conflict`.
+        on_conflict: what happens if several members want the same operators. "priority": the first member
+            that can quantize them does, and the report lists the claims that lost; if an annotating
+            quantizer changes an earlier member's annotation, AnnotationConflictError is raised. "first":
+            the same, but such a change is undone and listed. "error": contested operators raise
             ContestedRegionError, and such a change AnnotationConflictError, when a program is prepared.
 
     Raises:
         UserError: there are no members, or one is not a quantizer.
-        ConfigError: a composition among them has another `on_conflict`.
+        ConfigError: a nested composition has a different `on_conflict`.
     """
 
     def __init__(self, quantizers: Sequence[Any], on_conflict: str = PRIORITY) -> None:
@@ -108,11 +108,11 @@ class ComposableQuantizer(Quantizer):
         return self._owner(claim).objection_to_spec(claim, spec)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Make the members' rewrites in `model`, in their order, and return it.
+        """Apply the members' rewrites to `model`, in order, and return it.
 
         Raises:
-            UserError: a member returned something else than a GraphModule.
-            MemberError: a member raised an error of its own.
+            UserError: a member did not return a GraphModule.
+            MemberError: a member raised an error.
         """
         model = super().transform_for_annotation(model)
         for member in self.quantizers:
@@ -145,7 +145,7 @@ class ComposableQuantizer(Quantizer):
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY
     ) -> Proposal:
-        """Refuse: claims are made by the members.
+        """Raise: the members make the claims.
 
         Raises:
             UserError: always.

@@ -67,10 +67,10 @@ if TYPE_CHECKING:
 
 
 class RuleQuantizer(Quantizer):
-    """A quantizer that works from a backend's rule table and the user's selectors (`spec.selectors`).
+    """A quantizer that follows a backend's rule table and the user's selectors (`spec.selectors`).
 
-    Selectors take a configuration by its name, too: `set_global("static per-channel")`. A mode stands for
-    the backend's first configuration of that mode.
+    Selectors also accept the name of a configuration, as in `set_global("static per-channel")`, or a mode,
+    which means the backend's first configuration of that mode.
 
     Raises:
         ConfigError: `backend` is not a `Backend`.
@@ -95,12 +95,12 @@ class RuleQuantizer(Quantizer):
         return self._selectors.copy()
 
     def set_global(self, config: ConfigChoice) -> Self:
-        """Use `config` for every operator that no other selector speaks of."""
+        """Use `config` for every operator that no other selector matches."""
         self._selectors.set(for_everything(self._checked(config)))
         return self
 
     def set_object_type(self, object_type: ObjectType, config: ConfigChoice) -> Self:
-        """Use `config` for a module type, an aten operator, or what a function of torch is exported as.
+        """Use `config` for a module type, an aten operator, or the operators of a torch function.
 
         Raises:
             SelectorError: `object_type` is not one of these.
@@ -109,7 +109,7 @@ class RuleQuantizer(Quantizer):
         return self
 
     def set_module_type(self, module_type: type[nn.Module], config: ConfigChoice) -> Self:
-        """Use `config` for what modules of a type compute, their submodules included.
+        """Use `config` for all operators in modules of a type, including their submodules.
 
         Raises:
             SelectorError: `module_type` is not a module type.
@@ -121,7 +121,7 @@ class RuleQuantizer(Quantizer):
         return self.set_object_type(module_type, config)
 
     def set_operator_type(self, operator_type: ObjectType, config: ConfigChoice) -> Self:
-        """Use `config` for an aten operator, or what a function of torch is exported as.
+        """Use `config` for an aten operator, or the operators of a torch function.
 
         Raises:
             SelectorError: `operator_type` is neither.
@@ -131,7 +131,7 @@ class RuleQuantizer(Quantizer):
         return self.set_object_type(operator_type, config)
 
     def set_module_name_regex(self, regex: str, config: ConfigChoice) -> Self:
-        """Use `config` for what is inside modules whose whole path `regex` matches; the first set wins.
+        """Use `config` inside modules whose whole path matches `regex`; the expression set first wins.
 
         Raises:
             SelectorError: `regex` does not compile.
@@ -151,7 +151,7 @@ class RuleQuantizer(Quantizer):
         return self
 
     def set_module_name(self, module_name: str, config: ConfigChoice) -> Self:
-        """Use `config` for one module and all inside it; None leaves them in float.
+        """Use `config` for one module and everything inside it; None leaves it in float.
 
         A name that is not in the program is an error when the program is prepared.
         """
@@ -164,7 +164,7 @@ class RuleQuantizer(Quantizer):
         outputs: str | Sequence[str],
         config: ConfigChoice,
     ) -> Self:
-        """Use `config` for all that lies on a path from `inputs` to `outputs`, these included.
+        """Use `config` for all operators on a path from `inputs` to `outputs`, inclusive.
 
         Args:
             inputs, outputs: names of operators of the exported program, or paths of modules.
@@ -179,7 +179,7 @@ class RuleQuantizer(Quantizer):
         index: int,
         config: ConfigChoice,
     ) -> Self:
-        """Use `config` for the call number `index`, from 0, that one module itself makes.
+        """Use `config` for one call in a module's own code: number `index`, counted from 0.
 
         Args:
             module_name: path of the module; "" is the model itself. Calls in its submodules do not count.
@@ -243,11 +243,11 @@ class RuleQuantizer(Quantizer):
         return propose_rules(self.name, backend.rules, assigned, model, backend.left_in_float)
 
     def check_program(self, exported: GraphModule) -> list[str]:
-        """Return which selectors apply to nothing.
+        """Return the selectors that matched nothing.
 
         Raises:
             SelectorError: an exact name is not in the program.
-            UserError: a subclass has an `annotate` of its own, which this engine would not call.
+            UserError: a subclass overrides `annotate`, which this engine would not call.
         """
         if type(self).annotate is not RuleQuantizer.annotate:
             raise UserError(
@@ -271,7 +271,7 @@ class RuleQuantizer(Quantizer):
         return constraint.objection("weight", spec) if constraint else None
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate what nobody annotated before; for engines that read annotations (`torchao_engine`)."""
+        """Annotate nodes without an annotation, for engines that read annotations (`torchao_engine`)."""
         return annotate_for_torchao(model, self)
 
     def prepare_obs_or_fq_callback(

@@ -158,7 +158,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
             model without any, the least share of float operators. 0 holds for every model.
 
     Raises:
-        NothingQuantizedError: less is quantized; the message names the operators that stay in float.
+        NothingQuantizedError: the share is smaller; the message lists the operators that stay in float.
         StageError: the model was not prepared.
         UserError: `min_fraction` is not a number from 0 to 1.
     """
@@ -175,7 +175,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
 
 def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
-    """Check that enough of a model runs on kernels that read integers, be it weights alone.
+    """Check that enough of a model runs on kernels that read integers, including weight-only kernels.
 
     Args:
         model: what `lower` returned.
@@ -183,7 +183,7 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
             must have a kernel as well.
 
     Raises:
-        NotLoweredError: less does; the message names the other operators, with reasons.
+        NotLoweredError: the share is smaller; the message lists the other operators with reasons.
         StageError: the model was not lowered.
         UserError: `min_fraction` is not a number from 0 to 1.
     """

@@ -260,19 +260,20 @@ def measured_rows(rows: Iterable[Row], comparison: Comparison | None) -> tuple[M
 
 @dataclass(frozen=True)
 class Report(Printable):
-    """What happened to every float operator at one stage, and what else the plan has to say.
+    """What happened to every float operator at one stage, with conflicts, rewrites and notes.
 
     Attributes:
-        stage, target: "prepared", "converted", "reference" or "lowered", and what for.
+        stage, target: "prepared", "converted", "reference" or "lowered", and the target of the latter.
         rows: all float operators, in the order of the exported program.
-        counts: what the graph holds; for a program of another runtime, its kernels alone.
-        requantizations: tensors on which two specifications meet.
-        conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
-        bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
-        file_bytes: of the same in a file of `save`, where weights of six bits and fewer are packed; 0 for
-            models without such weights, and for other runtimes.
-        fingerprint: of the exported program's parameters, by which a comparison is known to be of this model.
-        idle_owners: quantizers that took part and own no operator; `notes` say why.
+        counts: observers, Q/DQ operators and kernels in the graph; only kernels for other runtimes.
+        requantizations: tensors that two specifications quantize differently.
+        conflicts, rewrites, notes: claims that lost, and to which; changes to the program; other remarks.
+        bytes_before, bytes_after: size of all parameters and buffers; for other runtimes, of the program file.
+        file_bytes: their size in a file of `save`, where weights of six bits or fewer are packed; 0 for
+            models without such weights and for other runtimes.
+        fingerprint: a hash of the exported program's parameters, which tells whether a comparison belongs to
+            this model.
+        idle_owners: quantizers of the composition that own no operator; `notes` has the reasons.
     """
 
     stage: str
@@ -290,10 +291,10 @@ class Report(Printable):
     file_bytes: int = 0
 
     def count(self, state: str, owner: str | None = None) -> int:
-        """Return how many operators ended in a state, of one owner or of all.
+        """Return how many operators are in a state, of one owner or of all.
 
         Raises:
-            UserError: the state is unknown, or the owner is where others own operators.
+            UserError: the state or the owner is unknown.
         """
         _check_state(state)
         owners = {row.owner for row in self.rows} - {""}
@@ -305,10 +306,10 @@ class Report(Printable):
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
 
     def coverage(self, state: str = KERNEL, operator: str | None = None) -> float:
-        """Return the part of all multiply-accumulates (of one operator) that ended in a state.
+        """Return the share of multiply-accumulates in a state, of one kind of operator or of all.
 
         Raises:
-            UserError: there is no such state, or the model has no such operator.
+            UserError: the state is unknown, or the model has no such operator.
         """
         _check_state(state)
         known = {row.operator for row in self.rows}
@@ -322,16 +323,18 @@ class Report(Printable):
 
     @property
     def quantized_part(self) -> float:
-        """Return the part of all multiply-accumulates that is not float."""
+        """Return the share of all multiply-accumulates that is quantized."""
         return sum(self.coverage(state) for state in STATES if state != FLOAT)
 
     def why(self, name: str) -> tuple[Row, ...]:
-        r"""Return the rows of an operator, by its name; of all in a module, by its path; or of a kind.
+        r"""Return the rows of an operator, of a module or of a kind of operator.
+
+        `name` is the operator's name, the module's path, or a kind such as "aten.linear".
 
         `print(*report.why("encoder.layers.0"), sep="\n")` shows what became of a part of the model.
 
         Raises:
-            UserError: no float operator has that name; the message has near names.
+            UserError: no float operator has that name; the message suggests similar ones.
         """
         if not isinstance(name, str):
             raise UserError(
@@ -359,13 +362,13 @@ class Report(Printable):
     def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
         """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
 
-        It distinguishes two quantizers of one backend: each has configurations and selectors of its own.
+        Two quantizers of the same backend are separate groups, since their settings may differ.
         """
         owned = [row for row in self.rows if row.owner]
         return _grouped(owned, lambda row: (row.owner, row.state, row.config, row.selector))
 
     def headline(self) -> str:
-        """Return one line: the stage, who took how many operators, and how much of the work that is."""
+        """Return one line: operators by state and owner, and the share of work that is quantized."""
         owners = Counter(row.owner for row in self.rows if row.owner)
         who = (
             ", ".join(f"{owner} {n}" for owner, n in sorted(owners.items())) or "nothing quantized"
@@ -392,11 +395,10 @@ class Report(Printable):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Return the report that `to_dict` turned into data.
+        """Return the report for the data of `to_dict`.
 
         Raises:
-            ConfigError: the data has other fields than a report of this release, or values that no
-                report has there.
+            ConfigError: fields or values are not those of a report of this release.
         """
         try:
             fields_alone = {**data}
@@ -422,7 +424,7 @@ class Report(Printable):
         return as_text([Table(header, tuple(rows))], width)
 
     def to_markdown(self) -> str:
-        """Return totals, the summary and the owners as Markdown tables, and what else there is to say."""
+        """Return totals, the summary, the owners and all remarks as Markdown."""
         blocks: list[Block] = [f"{line}  " for line in self._totals()]
         blocks.append(Table(_HEADER, tuple(_summary(_moves_as_one(self.rows)))))
         blocks += [Table(_OWNERS, tuple(self.by_owner()))] if self.by_owner() else []
@@ -431,15 +433,15 @@ class Report(Printable):
     def save(self, path: str | PathLike[str], comparison: Comparison | None = None) -> None:
         """Write the report to a file: a page for browsers (`.html`), data (`.json`) or Markdown (`.md`).
 
-        The page is one file that loads nothing. A file that exists is replaced at once, or not at all.
+        The page is one file that loads nothing. An existing file is replaced atomically.
 
         Args:
-            path: of the file; its suffix says the kind.
-            comparison: what `qompose.compare` found, for the error of each operator.
+            path: the file; its suffix selects the format.
+            comparison: a result of `qompose.compare`, to show the error of each operator.
 
         Raises:
-            UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own;
-                `comparison` is not a comparison, or is one of another model.
+            UserError: the suffix is none of these; a comparison is given for `.json`, which has no place for
+                it; or `comparison` is not a comparison, or of another model.
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):

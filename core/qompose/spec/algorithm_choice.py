@@ -26,12 +26,12 @@ _ROUNDING = (GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND)
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """The algorithm "smooth_quant" with a migration strength of one's own, for `algorithms=`.
+    """The algorithm "smooth_quant" with a chosen migration strength, for `algorithms=`.
 
     `alpha`, from 0 to 1, says how much of the difficulty moves from the input into the weights (Xiao et al.,
     "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`. Its
     factor is that size over the median of all sizes, rounded to a power of `2 ** 0.25`, and at least 1.
-    With None, as with the word, several strengths are tried on calibration data.
+    With None, as with the name "smooth_quant", several strengths are tried on calibration data.
 
     Raises:
         ConfigError: `alpha` is not a number from 0 to 1.

@@ -185,17 +185,17 @@ class QuantizationSpecBase:
 class QuantizationSpec(QuantizationSpecBase):
     """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
 
-    A `dtype` of float16 or bfloat16 is a cast: it has no parameters. float32, which the field's tutorials
-    give biases, leaves the tensor as it is. float8_e4m3fn and float8_e5m2 have a scale, and the zero point 0.
+    A `dtype` of float16 or bfloat16 is a cast without parameters. float32, which PT2E tutorials use for
+    biases, leaves the tensor in float. float8_e4m3fn and float8_e5m2 have a scale and the zero point 0.
 
-    `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
-    `ch_axis` is the channel dimension of a per-channel `qscheme` (None: that of the observer, else 0);
-    `is_dynamic` means that scale and zero point are computed from each tensor when the model runs.
+    `quant_min` and `quant_max` are the bounds of the integers, in integer units (None: the whole dtype).
+    `ch_axis` is the channel dimension of a per-channel `qscheme` (None: the observer's, else 0).
+    `is_dynamic` computes scale and zero point from each tensor when the model runs.
 
-    `block_size` gives blocks of a tensor a scale of their own: their sizes along the last dimensions, -1
-    for a whole one; along the others, a block is one wide. With it, `qscheme` is a per-channel one and
-    `ch_axis` does not count. `(32,)` is groups of 32 in each row of a weight, `(16, 16)` squares; with
-    `is_dynamic`, `(-1,)` is one scale per token and `(-1, -1, -1)` one for each image of a batch.
+    `block_size` gives each block of a tensor its own scale. It has the block's sizes along the last
+    dimensions, with -1 for the whole dimension; along all others, a block has size 1. `qscheme` must then be
+    per channel, and `ch_axis` is ignored. `(32,)` means groups of 32 in each row of a weight and `(16, 16)`
+    squares; with `is_dynamic`, `(-1,)` is one scale per token and `(-1, -1, -1)` one per image of a batch.
 
     Raises:
         ConfigError: bounds outside `dtype`; blocks whose sizes are not positive; a dynamic scheme other
@@ -420,27 +420,27 @@ class QuantizationAnnotation:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """A specification per role of an operator. None leaves that role in float.
+    """A specification for each role of an operator; None leaves that role in float.
 
-    `balance` lets channels of very different size get factors of their own at the border to float
-    operators (`algorithms.smooth_quant`).
+    `balance` allows channels of very different size to be scaled separately at the border to float operators
+    (`algorithms.smooth_quant`).
 
-    `algorithms` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "awq",
-    "scale_search", "gptq", "bias_correction", words that installed packages offer, and objects of
-    `qompose.algorithms.Algorithm`. `()` makes none. If it is None, static configurations make those that cost
-    nothing at run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on
-    calibration data held back, and bias correction of products that have a bias; and weights of six bits or
-    fewer have their scales searched in every mode, by calibration data or as tables. QAT configurations then
-    make none. The report lists what was balanced and what algorithms made.
+    `algorithms` is a tuple of names ("equalization", "smooth_quant", "awq", "scale_search", "gptq",
+    "gptq_sequential", "sign_round", "bias_correction", or one that an installed package offers) and
+    `qompose.algorithms.Algorithm` objects, such as `SmoothQuant(alpha=...)`. `()` applies none. With None,
+    static configurations apply what is free at run time: SmoothQuant after a layer norm and GPTQ, each where
+    it reduces the error on held-out calibration data, and bias correction of layers that have a bias. In
+    every mode, scales of weights of six bits or fewer are searched if there is calibration data, and those of
+    embedding tables always. QAT configurations apply none. The report lists what was applied.
 
-    `options` are words of rules that apply only where they are asked for (`qompose.backend.Rule.option`),
-    such as those that cost accuracy; each backend has its own.
+    `options` names rules that apply only on request (`qompose.backend.Rule.option`), for example because
+    they cost accuracy; each backend has its own.
 
-    `name` is what reports say; it takes no part in comparisons.
+    `name` appears in reports and is ignored by comparisons.
 
     Raises:
-        ConfigError: `algorithms` are not known words or objects, or cannot be made with these specifications;
-            `options` are not a tuple of words.
+        ConfigError: `algorithms` has an unknown name or object, or one that cannot be applied with these
+            specifications; `options` is not a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -468,7 +468,7 @@ class QuantizationConfig:
 
     @property
     def unasked(self) -> tuple[str, ...]:
-        """Return the words of the algorithms that are made where they help: the configuration names none."""
+        """Return the names of the algorithms that apply where they help if the configuration names none."""
         if self.algorithms is not None or self.is_qat or self.weight is None:
             return ()
         if self.weight.dtype in FLOAT8:  # whose steps differ
