@@ -34,7 +34,7 @@ from qompose.storage.pt2_archive import export_pt2
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """The result of `quantize`: the float program, the Q/DQ model, and the model that runs integer kernels."""
+    """The result of `quantize`: the float program, the Q/DQ model, and the model with integer kernels."""
 
     exported: ExportedProgram
     converted: GraphModule

@@ -161,13 +161,13 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
-            f"on calibration data held back the best factors would make the squared error {gain:.2f} times "
+            f"on held-out calibration data the best factors make the squared error only {gain:.2f} times "
             f"smaller, and {needed} is needed"
         )
     how = who_divides(absorbers.parameters if absorbers else (), found.nodes)
     effect = (
         f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared error on "
-        f"calibration data held back {gain:.2f} times smaller"
+        f"held-out calibration data {gain:.2f} times smaller"
     )
     return Divided(values, dim, users, absorbers), effect
 

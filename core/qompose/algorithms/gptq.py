@@ -179,14 +179,14 @@ class GPTQ(Algorithm):
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
-                f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
+                f"on held-out calibration data its squared error becomes only {gain:.2f} times smaller, and "
                 f"{_NEEDED} is needed"
             )
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:
             set_scales(found, product, q.scale, q.zero_point)
         set_integers(found, product, integers)
-        effect = f"squared error on calibration data held back {gain:.2f} times smaller"
+        effect = f"squared error on held-out calibration data {gain:.2f} times smaller"
         return "; ".join([effect, *self._remarks(q, inputs)])
 
     def _remarks(self, q: QParams, inputs: Inputs) -> Iterator[str]:

@@ -613,7 +613,7 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
         rows = rows / factors.values.to(rows.device)
     sizes = reader.squared_sizes(rows)
     if not bool(sizes.isfinite().all()):
-        raise NotChanged("squares of its input are beyond the largest number of float32")
+        raise NotChanged("squares of its input overflow float32")
     weights = sample.weights.to(rows.device, torch.float32)
     grouped = rows.reshape(len(rows), reader.groups, -1).transpose(0, 1)
     against, half = measured_against(sizes, weights), sample.half.to(rows.device)

@@ -237,7 +237,7 @@ def _seen_by(found: Calibrated, number: int, *, asked: bool) -> tuple[_Seen, str
         return supposed, "without data, squared error for inputs that are all alike"
 
 
-_HELD_BACK = "squared error on calibration data held back"
+_HELD_BACK = "squared error on held-out calibration data"
 
 
 def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:

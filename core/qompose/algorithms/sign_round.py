@@ -133,13 +133,13 @@ class SignRound(Algorithm):
         gain = before / max(best, NOTHING)
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
-                f"on calibration data held back the squared error of {block.name} would become "
+                f"on held-out calibration data the squared error of {block.name} becomes only "
                 f"{gain:.2f} times smaller, and {_NEEDED} is needed"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
         return (
-            f"squared error of {block.name} on calibration data held back {gain:.2f} times smaller: "
+            f"squared error of {block.name} on held-out calibration data {gain:.2f} times smaller: "
             f"{before:.3g} before, {begun:.3g} from gptq, {best:.3g} after {at} of {self.iterations} "
             "iterations"
         )

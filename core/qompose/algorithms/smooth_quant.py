@@ -132,7 +132,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     )
     if factors is None:
         raise _NotSmoothed(
-            f"on calibration data held back no factors make the squared error {needed} times smaller, or "
+            f"on held-out calibration data no factors make the squared error {needed} times smaller, or "
             "there are fewer than 32 rows of it"
         )
     return factors

@@ -132,8 +132,8 @@ def _check_limit(limit: object, sharded: bool) -> None:
     check_limit(limit)
     if limit is not None and sharded:
         raise UserError(
-            "limit= counts batches over all processes, and with sharded=True each has its own: shorten "
-            "what each is given"
+            "limit= counts batches over all processes, so it cannot be combined with sharded=True: pass "
+            "fewer batches to each process"
         )
 
 
@@ -146,7 +146,7 @@ def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
     ranks = Ranks.here(timeout)
     if ranks.several and (named := order_dependent(prepared)):
         raise CalibrationError(
-            f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
+            f"observers that depend on the order of batches cannot be calibrated by {ranks.count} processes: "
             f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
         )
     return ranks
@@ -164,8 +164,8 @@ def _resumed(
     start = 0 if kept is None else kept.restore(prepared)
     if ranks.several and not start and len(statistics(prepared)):
         raise CalibrationError(
-            "these observers have statistics already, which each of the processes would add again: prepare "
-            "the model once more, and put what both calibrations saw together with Statistics.merged"
+            "these observers have statistics already, which every process would add again: prepare the "
+            "model again, and combine both calibrations with Statistics.merged"
         )
     return kept, start
 
@@ -393,7 +393,7 @@ class _ResumeFile:
             if not found.batches:
                 raise StatisticsError(
                     f"{self.path} holds a finished calibration, which cannot be resumed; to use its "
-                    "statistics, pass them for batches"
+                    "statistics, pass Statistics.load(file) instead of batches"
                 )
             found.apply(prepared, partial=False, to_go_on=True)
             self._batches = found.batches

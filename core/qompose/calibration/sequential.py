@@ -103,9 +103,9 @@ def learn(
         learning = algorithms_of(plan.claims).learning(plan.claims)
         words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
-            f"{words}: the program writes to its buffers ({', '.join(written)}), so that what it gives for a "
-            "batch depends on those before it, and it cannot be learned part by part. Leave "
-            f"{words} out of algorithms="
+            f"{words}: the program writes to its buffers ({', '.join(written)}), so its results for a batch "
+            "depend on earlier batches, and it cannot be calibrated part by part. Remove "
+            f"{words} from algorithms="
         )
     bind = binder(prepared)
     given = [run_batch(bind, batch, transform, number) for number, batch in batches]

@@ -321,7 +321,7 @@ def _cut(
     if count is None or set(lengths.values()) != {count}:
         listed = ", ".join(f"{name} {length or 'none'}" for name, length in lengths.items())
         raise CalibrationError(
-            f"{path}: the inputs have different numbers of samples ({listed}); what does not go by samples "
+            f"{path}: the inputs have different numbers of samples ({listed}); inputs without samples "
             "needs a list of batches"
         )
     size = batch_size or inputs.tensors[0].example_batch

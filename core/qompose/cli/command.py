@@ -157,7 +157,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     from qompose.quantizer.composition import quantizer_from_json
 
     if options.on_conflict:
-        raise UserError("--on-conflict needs --backend; a configuration sets it itself")
+        raise UserError("--on-conflict needs --backend: a --config file has its own on_conflict")
     try:
         return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
     except (UserError, UnicodeDecodeError) as error:
@@ -227,7 +227,7 @@ def check_place(path: Path, read: Collection[Path]) -> None:
     if not place.parent.is_dir():
         raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
     if place in read:
-        raise UserError(f"{path} would be overwritten, and is read: choose another --output")
+        raise UserError(f"{path} would be overwritten, but is an input: choose another --output")
 
 
 def print_report(found: Report, options: Namespace, results: Results) -> None:

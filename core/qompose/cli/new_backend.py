@@ -71,7 +71,7 @@ def new_backend(name: str, parent: Path) -> Path:
         if target.is_symlink() or (
             target.exists() and not (target.is_dir() and not any(target.iterdir()))
         ):
-            raise ProjectError(f"{target} is there already: choose another name, or move it away")
+            raise ProjectError(f"{target} exists already: choose another name, or move it")
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as scratch:
             draft = Path(scratch) / target.name
             for path, text in _rendered(facts).items():

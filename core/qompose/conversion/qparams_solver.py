@@ -207,7 +207,7 @@ class QParamsSolver:
             applied = weight.applied(q)
             if applied is None:
                 raise CalibrationError(
-                    f"{self.describe(number)} has other scales than those from which its integers were "
+                    f"{self.describe(number)} has other scales than those for which its integers were "
                     "learned: run qompose.calibrate again, with data"
                 )
             found.qparams[number], found.integers[number] = applied

@@ -82,7 +82,7 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
             )
         if not isinstance(name, str) or not name or name == AS_IT_IS:
             raise UserError(
-                f"the name of a choice must be a text other than {AS_IT_IS!r}, got {name!r}"
+                f"the name of a choice must be a string other than {AS_IT_IS!r}, got {name!r}"
             )
     again = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if again:

@@ -164,7 +164,7 @@ def _name_of(
     placed, found = found, [name for name in found if name in known]
     if placed and not found:
         raise ConfigError(
-            f"{said} hands a parameter or another value to a graph, and is not an operator: ask about one "
+            f"{said} is a parameter or another input of a graph, not an operator: ask about an operator "
             "that reads it"
         )
     if len(found) == 1:

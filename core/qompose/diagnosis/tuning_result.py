@@ -154,8 +154,8 @@ class Tuning(Printable):
             return self._quantizer
         if self.written is None:
             raise ConfigError(
-                "the quantizer that was tuned is code and not in the file: make it anew, and let apply() set "
-                "the selectors on it"
+                "the tuned quantizer is defined in code and not in the file: create it again, and let "
+                "apply() set the selectors"
             )
         return quantizer_from_dict(self.written)
 
@@ -174,7 +174,7 @@ class Tuning(Printable):
 
         Raises:
             UserError: the quantizer has no such member.
-            ConfigError: its backend cannot follow a configuration.
+            ConfigError: its backend does not support a configuration.
         """
         quantizer = as_quantizer(quantizer)
         return with_settings(quantizer, settings_by_member(quantizer, self.assigned, self.excluded))
@@ -307,7 +307,7 @@ def with_settings(quantizer: Quantizer, by_member: Mapping[str, Sequence[Setting
     Those for a member without selectors have to say float.
 
     Raises:
-        ConfigError: a member's backend cannot follow the configuration of one of them.
+        ConfigError: a member's backend does not support the configuration of one of them.
     """
     labels = iter([label for label, _ in quantizer.labelled_members])
     return _with_settings(quantizer, labels, by_member)

@@ -120,9 +120,11 @@ def _check_target(max_drop: object, max_bytes: object, choices: object, ranking:
     """Check that there is one target, and that the other arguments are for the same search."""
     if choices is None:
         if max_bytes is not None:
-            raise UserError("max_bytes is for choices: pass the configurations to choose from, too")
+            raise UserError("max_bytes needs choices=, the configurations to choose from")
     elif ranking is not None:
-        raise UserError("ranking is for a search without choices, which are measured one by one")
+        raise UserError(
+            "ranking does not apply with choices=, each of which is measured separately"
+        )
     if (max_drop is None) == (max_bytes is None):
         either = "max_drop" if choices is None else "max_drop or max_bytes, and not both,"
         raise UserError(f"{either} is needed as the target")

@@ -349,7 +349,7 @@ class OutputTable:
             shapes = " and ".join(str([list(v.shape) for v in part]) for part in (wanted, found))
             raise CalibrationError(f"the programs return floats of the shapes {shapes}")
         if not wanted:
-            raise UserError("the programs return no floats, which are what is compared")
+            raise UserError("the programs return no floats to compare")
         self._tallies = self._tallies or [Tally(None) for _ in wanted]
         for tally, reference, other in zip(self._tallies, wanted, found, strict=True):
             tally.add(reference, other, self._metrics)

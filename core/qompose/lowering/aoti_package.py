@@ -130,8 +130,8 @@ def _check_outputs(program: ExportedProgram) -> None:
     missing = [number for number, value in enumerate(results) if value is None]
     if missing:  # torch 2.13 stops at an assertion
         raise CompilationError(
-            f"A package returns tensors, and of the model's results number {missing[0]}, counted from 0, is "
-            'None: leave it out; or compile with mode="default".'
+            f"A package returns only tensors, and the model's result {missing[0]}, counted from 0, is None: "
+            'leave it out, or compile with mode="default".'
         )
 
 

@@ -216,7 +216,7 @@ def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
             if path not in written[name]:
                 raise UserError(
                     f"method {name!r} only reads the buffer {path!r}, which another method writes to, and "
-                    f"compiled code would keep its value of now: let {name!r} write to it too"
+                    f"compiled code would keep its current value: let {name!r} write to it too"
                 )
     return copies_of(found)
 
@@ -295,8 +295,8 @@ def _lowered_record(lowered: object) -> Record:
     record = record_of(lowered, stages=("lowered",), function="compile", remedy="Call lower first.")
     if record.target != "torch" or not isinstance(lowered, GraphModule):
         raise TargetError(
-            f"This model was lowered for {record.target!r}, whose runtime runs it as it is; what torch "
-            'compiles is lowered for target="torch".'
+            f"This model was lowered for {record.target!r}, whose runtime needs no compiling. To compile "
+            'with torch, lower it for target="torch".'
         )
     return record
 
@@ -313,7 +313,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError(f"torch's compiler has no option {unknown[0]!r}{close}")
     if not given.get("freezing", True):
         raise UserError(
-            'options={"freezing": False}: weights would be packed anew in every call. Leave it out.'
+            'options={"freezing": False} would pack weights again in every call: leave it out'
         )
     return given
 

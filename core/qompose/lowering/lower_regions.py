@@ -201,7 +201,7 @@ def find_target(name: str, record: Record) -> Target:
         close = near_names(str(name), known)
         raise TargetError(
             f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
-            "A runtime of another backend takes part where that backend is a member."
+            "To use the runtime of another backend, add that backend to the composition."
         )
     if owners and not tables and not (name in known and known[name].reads_qdq):
         raise TargetError(
@@ -465,7 +465,7 @@ def lowered_record(step: Step, finished: Finished) -> Record:
     unknown = set(remarks) - {operator.name for operator in record.plan.operators}
     if unknown:
         raise ConfigError(
-            f"target {step.target.name!r} remarks on {_list(unknown)}, which the program does not have"
+            f"target {step.target.name!r} reports on {_list(unknown)}, which the program does not have"
         )
     kernels, fallbacks = _settled(step, finished)
     model = finished.model

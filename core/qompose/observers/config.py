@@ -193,9 +193,8 @@ def weight_spec(
     if group_size is not None:
         if range != "minmax":
             raise ConfigError(
-                f"weight_range={range!r} is for one scale per channel or per tensor: a group of "
-                f"{group_size} weights has the scale that holds all of them, which is "
-                "weight_range='minmax'"
+                f"weight_range={range!r} is for one scale per channel or per tensor: with "
+                f"group_size={group_size}, only weight_range='minmax' is supported"
             )
         return QuantizationSpec(
             dtype=torch.int8,
@@ -249,8 +248,8 @@ def training_config(
         return config
     if config.algorithms:
         raise ConfigError(
-            f"algorithms={config.algorithms} are for models that are not trained: training finds weights "
-            "that suit their integers"
+            f"algorithms={config.algorithms} cannot be combined with training, which adapts the weights: "
+            "leave them out"
         )
     return replace(
         config,
@@ -291,8 +290,8 @@ def _trained(spec: Any, learned: bool) -> Any:
         made, factory = FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
-            f"{kind.__name__} searches its range, which takes longer than a step of training: take the "
-            'default, "minmax" or "moving_average", or learned scales, which it gives their first values'
+            f"{kind.__name__} searches its range, which takes longer than a step of training: use the "
+            'default, "minmax", "moving_average", or learned scales, which it initializes'
         )
     elif issubclass(kind, MovingAverageMinMaxObserver):
         made = FusedMovingAvgObsFakeQuantize
@@ -360,8 +359,8 @@ def _is_ours(factory: Any) -> bool:
 def _write_observer(factory: Any, path: str) -> dict[str, Any]:
     if not _is_ours(factory):
         raise ConfigError(
-            f"{path} is {factory!r}, which is none of qompose's observers "
-            f"({', '.join(OBSERVERS)}) nor their with_args(...), and data cannot name it"
+            f"{path} is {factory!r}, which cannot be saved: it is neither an observer of qompose "
+            f"({', '.join(OBSERVERS)}) nor its with_args(...)"
         )
     if not isinstance(factory, ObserverFactory):
         return {"observer": factory.__name__}

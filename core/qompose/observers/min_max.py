@@ -135,7 +135,7 @@ class Observer(ObserverBase):
     def observe_together(self, x: Tensor) -> None:
         """Update the statistics with the tensors of all processes that train together, alike in each."""
         raise ConfigError(
-            f"{type(self).__name__} of {self.subject} cannot observe what other processes have: train in "
+            f"{type(self).__name__} of {self.subject} cannot combine ranges of several processes: train in "
             'one process, or with range="minmax", "moving_average" or a histogram\'s'
         )
 

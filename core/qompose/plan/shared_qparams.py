@@ -270,7 +270,7 @@ def _topological(needs: list[tuple[int, ...]], names: list[str]) -> list[int]:
     except CycleError as error:
         circle = ", ".join(names[number] for number in sorted(set(error.args[1])))
         raise SharingError(
-            f"Derived parameters depend on one another in a circle: {circle}"
+            f"Derived parameters depend on one another in a cycle: {circle}"
         ) from error
     order: list[int] = []
     while sorter.is_active():

@@ -106,7 +106,7 @@ class Quantizer(ABC):
         return []
 
     def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
-        """Return why operators of the exported program must not be rewritten for one of its claims, or None."""
+        """Return why operators must not be rewritten for one of this quantizer's claims, or None."""
         return None
 
     def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:

@@ -216,7 +216,7 @@ class RuleQuantizer(Quantizer):
         rules = weighted or self.backend.rules
         if all(rule.objection(config) for rule in rules):
             reasons = "\n".join(f"  - {reason}" for reason in _objections(rules, config))
-            raise ConfigError(f"Backend {self.name!r} cannot follow {config}:\n{reasons}")
+            raise ConfigError(f"Backend {self.name!r} does not support {config}:\n{reasons}")
         return config
 
     def bound(self, exported: GraphModule) -> Self:
@@ -292,7 +292,7 @@ class RuleQuantizer(Quantizer):
         """Return a quantizer of the same backend that has these settings and no others.
 
         Raises:
-            ConfigError: the backend cannot follow one of their configurations.
+            ConfigError: the backend does not support one of their configurations.
         """
         if not isinstance(selectors, Selectors):
             raise ConfigError(f"expected the selectors of a quantizer, got {selectors!r}")
@@ -316,7 +316,7 @@ def _check_option(backend: Backend, option: str, config: QuantizationConfig) -> 
     reasons = [rule.objection(config) for rule in rules]
     if all(reasons):
         raise ConfigError(
-            f"Backend {backend.name!r} cannot follow the option {option!r} of {config}: {reasons[0]}"
+            f"Backend {backend.name!r} does not support the option {option!r} of {config}: {reasons[0]}"
         )
 
 

@@ -268,7 +268,7 @@ class Report(Printable):
         counts: observers, Q/DQ operators and kernels in the graph; only kernels for other runtimes.
         requantizations: tensors that two specifications quantize differently.
         conflicts, rewrites, notes: claims that lost, and to which; changes to the program; other remarks.
-        bytes_before, bytes_after: size of all parameters and buffers; for other runtimes, of the program file.
+        bytes_before, bytes_after: bytes of all parameters and buffers, or of another runtime's program file.
         file_bytes: their size in a file of `save`, where weights of six bits or fewer are packed; 0 for
             models without such weights and for other runtimes.
         fingerprint: a hash of the exported program's parameters, which tells whether a comparison belongs to

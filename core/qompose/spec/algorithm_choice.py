@@ -107,7 +107,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
         _check(choice, word, mode, weight)
         plain: AlgorithmChoice = word if _is_ours(choice) and str(choice) == word else choice
         if found.setdefault(word, plain) != plain:
-            raise ConfigError(f"algorithms asks for {found[word]} and for {plain}: leave one out")
+            raise ConfigError(f"algorithms requests {found[word]} and {plain}: leave one out")
     rounding = [str(found[word]) for word in _ROUNDING if word in found]
     if len(rounding) > 1:
         raise ConfigError(

@@ -352,7 +352,7 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
     if spec.qscheme in SYMMETRIC and low == 0 and (spec.dtype, high) != (torch.uint8, 255):
         raise ConfigError(
             f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
-            "torch's operator knows the whole of uint8 only. Take an affine qscheme, or int8."
+            "torch's operator supports only the whole of uint8. Use an affine qscheme, or int8."
         )
     if spec.dtype in FLOAT8:
         raise ConfigError(

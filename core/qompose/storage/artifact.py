@@ -145,9 +145,9 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "A lowered model is saved as the converted one that it was made of, which a model from load or a "
-            "pickle does not have: copy the file, or save the converted model or what lower made of it; "
-            "load(path, as_converted=True) returns that."
+            "A lowered model is saved through the converted model that it was lowered from, which a model "
+            "from load or a pickle does not have. Copy the file, or save the converted model, which "
+            "load(path, as_converted=True) returns, or the result of lower."
         )
     return record.source, record
 
@@ -244,7 +244,7 @@ def load(
         lines = "".join(f"\n  - {line}" for line in found)
         raise RequirementError(
             f"{stored.path} was made for another machine:{lines}\n"
-            "Or load it with allow_mismatch=True: it runs without the kernels that it was made for."
+            "Or load it with allow_mismatch=True; it then runs without those kernels."
         )
     warn(found)
     if not stored.lowered or as_converted:

@@ -201,7 +201,7 @@ def _check_operators(claims: Sequence[Claim]) -> None:
                 remedy = "block_size" if blocks else "bfloat16"
                 raise ConfigError(
                     f"{spec.point} ({claim.owner}, rule {claim.rule}) is {describe_spec(kind)}, and only "
-                    f"qompose's own engine has operators for that: call qompose.prepare_pt2e, or take a "
+                    f"qompose's own engine has operators for that: call qompose.prepare_pt2e, or use a "
                     f"configuration without {remedy}"
                 )
 
@@ -305,7 +305,7 @@ def _check_derived(specs: Iterable[PointSpec], standing: frozenset[str]) -> None
             if source not in made and source.holder not in standing:
                 raise SharingError(
                     f"{spec.point} is derived from {source}, which this engine processes later, or which is "
-                    "not annotated; qompose.prepare_pt2e takes specifications in any order"
+                    "not annotated; qompose.prepare_pt2e accepts specifications in any order"
                 )
         made.add(spec.point)
 
