@@ -20,6 +20,7 @@ OTHERS = [*READMES, "CONTRIBUTING.md", "CHANGELOG.md"]
 INDEX = "docs/index.md"
 TUTORIAL = "docs/write-a-backend.md"
 EXAMPLE = ROOT / "examples" / "toy_backend"
+MOST_WORDS = 25_000
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
@@ -52,6 +53,11 @@ def test_named_commands_exist(page: str) -> None:
 def test_index_leads_to_every_page() -> None:
     linked = {f"docs/{target}" for target in re.findall(r"\]\(([\w/-]+\.md)\)", pages.text(INDEX))}
     assert linked == {*PAGES} - {INDEX}
+
+
+def test_docs_are_short() -> None:
+    """As `wc -w` counts; CONTRIBUTING.md says why and how."""
+    assert sum(len(pages.text(page).split()) for page in PAGES) <= MOST_WORDS
 
 
 def test_readme_leads_to_the_index() -> None:
