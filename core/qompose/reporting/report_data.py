@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -511,7 +512,7 @@ class Report(Printable):
 
     def _remarks(self) -> list[str]:
         meetings = map(str, self.requantizations)
-        remarks = (*meetings, *self.conflicts, *self.rewrites, *self.notes)
+        remarks = (*meetings, *self.conflicts, *_few_of_a_kind(self.rewrites), *self.notes)
         return [f"- {line}" for line in remarks]
 
     def _blocks(self) -> list[Block]:
@@ -529,6 +530,18 @@ class Report(Printable):
 
 
 _STAGES = ("prepared", "converted", "reference", "lowered")
+_FEW = 4
+"""Up to how many rewrites of one kind are printed one by one."""
+
+
+def _few_of_a_kind(rewrites: Sequence[str]) -> Iterator[str]:
+    """Yield the rewrites, but one line for a kind with many; `gptq of linear: ...` is of the kind gptq."""
+    by_kind: dict[str, list[str]] = {}
+    for line in rewrites:
+        by_kind.setdefault(re.split(" of |: ", line, maxsplit=1)[0], []).append(line)
+    for kind, lines in by_kind.items():
+        many = f"{kind}: {len(lines)} rewrites; `report.rewrites` lists them"
+        yield from lines if len(lines) <= _FEW else [many]
 
 
 def _check_state(state: object) -> None:

@@ -161,6 +161,18 @@ def test_float_operators_that_move_values_share_a_line() -> None:
     assert "aten.view" in made(work, *moves).to_text(), "what computes is no move"
 
 
+def test_many_rewrites_of_one_kind_share_a_line() -> None:
+    folded = [f"fold_batch_norm: conv_{number}, norm" for number in range(4)]
+    rounded = [f"gptq of linear_{number}: less error" for number in range(5)]
+    found = made(rewrites=(*rounded[:3], *folded, *rounded[3:]))
+    lines = [line for line in str(found).splitlines() if line.startswith("- ")]
+    assert lines == [
+        "- gptq: 5 rewrites; `report.rewrites` lists them",
+        *(f"- {x}" for x in folded),
+    ]
+    assert all(line in found.to_dict()["rewrites"] for line in rounded)
+
+
 def test_states_have_colors_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     report = made(taken("a"), in_float("b"))
