@@ -48,7 +48,7 @@ __all__ = [
 
 
 class QomposeError(Exception):
-    """Base of every error that qompose raises on purpose."""
+    """Base class of all errors that qompose raises on purpose."""
 
 
 class UserError(QomposeError):
@@ -74,7 +74,7 @@ class BackendNotFoundError(UserError, LookupError):
 
 
 class ExcludedBackendError(BackendNotFoundError):
-    """A backend is installed, and the environment variable that restricts plugins leaves it out."""
+    """A backend is installed, but the environment variable QOMPOSE_PLUGINS excludes it."""
 
     def __init__(self, name: str, source: str, variable: str, allowed: Iterable[str]) -> None:
         self.name, self.installed = name, (name,)
@@ -146,7 +146,7 @@ class SelectorError(UserError, ValueError):
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration asks for what a specification or a backend does not allow."""
+    """A configuration or an option is invalid, or a backend does not support it."""
 
 
 class NotExportedError(UserError, TypeError):
@@ -162,7 +162,7 @@ class NotExportedError(UserError, TypeError):
 
 
 class StageError(UserError):
-    """A function was given the output of another stage than the one it needs."""
+    """A function was called with a model of the wrong stage."""
 
 
 class UncalibratedError(UserError):
@@ -179,7 +179,7 @@ class UncalibratedError(UserError):
 
 
 class UnlearnedError(UserError):
-    """Algorithms that learn from calibration data had none; `products` has their number, by algorithm."""
+    """Algorithms that learn from calibration data had none; `products` counts layers by algorithm."""
 
     def __init__(self, products: Mapping[str, int]) -> None:
         self.products = dict(products)
@@ -196,11 +196,11 @@ class CalibrationError(UserError):
 
 
 class StatisticsError(UserError, ValueError):
-    """Statistics of calibration cannot be merged, read, or used for a tensor."""
+    """Calibration statistics cannot be merged, read or applied."""
 
 
 class BatchError(CalibrationError):
-    """One of several batches cannot be used; `reason` says why, without its number, `what` what it is for."""
+    """One of several batches cannot be used. `reason` says why; `what` names the kind of batch."""
 
     def __init__(self, number: int, reason: str, what: str = "calibration batch") -> None:
         self.number, self.reason, self.what = number, reason, what
@@ -208,7 +208,7 @@ class BatchError(CalibrationError):
 
 
 class InputError(UserError, ValueError):
-    """A program was called with an input that it was not exported for; `name` is that of its placeholder."""
+    """A program was called with an input that it was not exported for; `name` is its placeholder."""
 
     def __init__(self, name: str, given: str, wanted: str) -> None:
         self.name = name
@@ -223,7 +223,7 @@ class TargetError(UserError):
 
 
 class CompilationError(TargetError):
-    """A lowered model cannot be compiled; without compiling it runs as it is."""
+    """A lowered model cannot be compiled; it still runs uncompiled."""
 
 
 class ArtefactError(UserError):
@@ -231,7 +231,7 @@ class ArtefactError(UserError):
 
 
 class RequirementError(ArtefactError):
-    """A loaded model needs what this machine does not have."""
+    """A loaded model needs something that this machine lacks."""
 
 
 class MissingBackendError(BackendNotFoundError):
@@ -255,7 +255,7 @@ class MissingBackendError(BackendNotFoundError):
 
 
 class MemberError(UserError):
-    """Code that a quantizer or backend brings raised an error of its own; `__cause__` has it."""
+    """Code of a quantizer or backend raised an error, which is the `__cause__`."""
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def locating(where: str) -> Iterator[None]:
 
 
 class ProjectError(UserError, ValueError):
-    """A project for a new backend cannot be written under that name, or there."""
+    """A project for a new backend cannot be created with that name or in that place."""
 
 
 class NothingQuantizedError(UserError):
@@ -327,7 +327,7 @@ class QomposeWarning(UserWarning):
 
 
 class RequirementWarning(QomposeWarning):
-    """A model runs here, but not on the kernels that it was made for; the message says who asks for what."""
+    """A model runs here, but without the kernels that it was made for; the message says why."""
 
 
 _PACKAGE = str(Path(__file__).parent) + os.sep

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications.
 
-The factories that this field has names for, such as `default_observer` and `default_weight_fake_quant`,
-are here too.
+The factories with torch's usual names, such as `default_observer` and `default_weight_fake_quant`, are here
+too.
 """
 
 from typing import Any

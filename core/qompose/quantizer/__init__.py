@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers: of rule tables, of annotations, composed, foreign; and which of their claims stand."""
+"""Quantizers: rule-based, annotating, composed and foreign ones, and which of their claims stand."""
 
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import (
