@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build every distribution, try each in an empty environment, and print what to upload.
+"""Build every distribution, try each in an environment of its own, and print what to upload.
 
     python -m tox run -e release                      # build and check what is there
     python -m tox run -e release -- --version 0.3.0   # set that version first
@@ -10,11 +10,13 @@ Files go to `dist/`. Nothing is uploaded.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ else:
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.processes import Environment, run  # noqa: E402
+from tests.processes import Environment, checked, run  # noqa: E402
 
 DIST = ROOT / "dist"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
@@ -109,8 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         version = checked_version()
         files = build(version)
         print(_call("twine", "check", "--strict", *files), end="")
-        for project in projects():
-            try_alone(project, version)
+        with tempfile.TemporaryDirectory() as folder:
+            torch = with_torch(Path(folder) / "torch")
+            for project in projects():
+                try_alone(project, version, torch, Path(folder) / project.name)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
@@ -160,19 +164,36 @@ def build(version: str) -> list[Path]:
     return wanted
 
 
-def try_alone(project: Project, version: str) -> None:
-    """Install a distribution in an empty environment, and use it: its wheel, then its source distribution."""
-    core, wheel, sdist = projects()[0].files(version)[0], *project.files(version)
-    with tempfile.TemporaryDirectory() as folder:
-        site = Environment(Path(folder))
-        install = ("install", "--quiet", "-c", ROOT / "constraints.txt")
-        for file, options in (
-            (wheel, {core, wheel}),
-            (sdist, ("--force-reinstall", "--no-deps", sdist)),
-        ):
-            print(f"trying {file.name}", flush=True)
-            site.pip(*install, *options)
-            print(smoke(site, project), end="", flush=True)
+def with_torch(folder: Path) -> Environment:
+    """Return an environment with torch alone, which takes a minute to unpack and compile."""
+    site = Environment(folder)
+    site.pip("install", "--quiet", "-c", ROOT / "constraints.txt", "torch")
+    checked([site.python, "-c", "import torch"])
+    return site
+
+
+def try_alone(project: Project, version: str, torch: Environment, folder: Path) -> None:
+    """Install a wheel in an environment that has torch and nothing else, and use it.
+
+    Raises:
+        ReleaseError: it does not work, or the source distribution makes another wheel.
+    """
+    wheel, sdist = project.files(version)
+    print(f"trying {wheel.name}", flush=True)
+    site = Environment(folder / "site")
+    shutil.copytree(torch.packages, site.packages, copy_function=os.link, dirs_exist_ok=True)
+    core = projects()[0].files(version)[0]
+    site.pip("install", "--quiet", "-c", ROOT / "constraints.txt", *{core, wheel})
+    print(smoke(site, project), end="", flush=True)
+    _call("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sdist)
+    if _contents(folder / wheel.name) != _contents(wheel):
+        raise ReleaseError(f"{sdist.name} makes another wheel than {wheel.name}")
+
+
+def _contents(wheel: Path) -> dict[str, int]:
+    """Return the checksums of the files in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: info.CRC for info in archive.infolist()}
 
 
 def smoke(site: Environment, project: Project) -> str:
@@ -182,7 +203,8 @@ def smoke(site: Environment, project: Project) -> str:
         ReleaseError: a command fails, a backend is missing, or numbers are wrong.
     """
     printed = ""
-    for command in (["-m", "qompose", "backends", "--check"], ["-c", SMOKE, *project.backends]):
+    check = ["-m", "qompose", "backends", "--check", "--timeout", "600"]
+    for command in (check, ["-c", SMOKE, *project.backends]):
         done = run([site.python, *command])
         printed += done.stdout
         if done.returncode:
