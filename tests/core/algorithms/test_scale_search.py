@@ -222,7 +222,7 @@ def test_an_input_of_one_dimension_is_a_row(word: str) -> None:
     for seed in range(64):
         prepared(data(seed, 1, 48)[0])
     made, refused = lines(qompose.convert_pt2e(prepared), word)
-    assert len([*made, *refused]) == 1 and "held back" in [*made, *refused][0]
+    assert len([*made, *refused]) == 1 and "held-out" in [*made, *refused][0]
 
 
 def test_what_counts_is_in_statistics() -> None:
