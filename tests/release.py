@@ -58,16 +58,18 @@ if found != sys.argv[1:]:
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 8), nn.ReLU()).eval()
 batches = [(torch.randint(40, (4, 6)),) for _ in range(2)]
+program = torch.export.export(model, batches[0])
 for backend in found or [Linears()]:
-    rules = qompose.backend.load_backend(backend).rules if found else ()
-    targets = [target for rule in rules for target in rule.kernels]
-    target = next((t for t in ("torch", "onnx") if t in targets), "torch")
-    result = qompose.quantize(model, batches[0], backends=[backend], calibration=batches,
-                              target=target, progress=False)
-    error = (result.converted(*batches[0]) - model(*batches[0])).abs().max().item()
+    prepared = qompose.prepare_pt2e(program, backend)
+    converted = qompose.convert_pt2e(qompose.calibrate(prepared, batches, progress=False))
+    error = (converted(*batches[0]) - model(*batches[0])).abs().max().item()
     if not 0 < error < 0.1:
         sys.exit(f"{backend}: the quantized model differs by {error} from the float one")
-    print(f"   {backend if found else 'a quantizer by hand'} on {target}: error {error:.4f}")
+    print(f"   {backend if found else 'a quantizer by hand'}: error {error:.4f}")
+    if found:
+        rules = qompose.backend.load_backend(backend).rules
+        targets = {target for rule in rules for target in rule.kernels}
+        qompose.lower(converted, "torch" if "torch" in targets else "onnx", strict=True)
 """
 """With the names of the backends that must be there; the core alone gets a quantizer written by hand."""
 
