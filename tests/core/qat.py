@@ -8,7 +8,7 @@ from typing import Any
 import qompose
 import torch
 from qompose import QuantizationSpec
-from qompose.observers import FakeQuantize, FusedMovingAvgObsFakeQuantize
+from qompose.observers import FakeQuantize
 from qompose.observers.min_max import PerChannelMinMaxObserver
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -18,7 +18,7 @@ from tests.core.toy import Annotator, annotate
 aten = torch.ops.aten
 
 ACTIVATION = QuantizationSpec(
-    torch.int8, FusedMovingAvgObsFakeQuantize.with_args(averaging_constant=0.1),
+    torch.int8, FakeQuantize.with_args(averaging_constant=0.1),
     -128, 127, torch.per_tensor_affine,
 )  # fmt: skip
 

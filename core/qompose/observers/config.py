@@ -41,7 +41,6 @@ from qompose.observers import auto_range, fake_quantize, histogram_observers, mi
 from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.fake_quantize import (
     FakeQuantize,
-    FusedMovingAvgObsFakeQuantize,
     LearnableFakeQuantize,
 )
 from qompose.observers.histogram_observers import (
@@ -287,14 +286,12 @@ def _trained(spec: Any, learned: bool) -> Any:
         HistogramObserver,
         ACTIVATION_RANGES["histogram"],
     ):
-        made, factory = FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
+        factory = MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
             f"{kind.__name__} searches its range, which takes longer than a step of training: use the "
             'default, "minmax", "moving_average", or learned scales, which it initializes'
         )
-    elif issubclass(kind, MovingAverageMinMaxObserver):
-        made = FusedMovingAvgObsFakeQuantize
     return replace(spec, observer_or_fake_quant_ctr=ObserverFactory(made, (("observer", factory),)))
 
 

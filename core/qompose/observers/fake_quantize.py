@@ -3,8 +3,9 @@
 
 The gradient is that of the straight-through estimator: `dx = dy` where the value is within the range, else 0.
 Scale and zero point come from the observer inside, by the function that conversion calls too, so what
-is trained is what is deployed. Scales may be learned with the weights (Esser et al., "Learned Step Size
-Quantization", 2020), zero points too where the scheme is affine (Bhalgat et al., "LSQ+", 2020).
+is trained is what is deployed; only `FusedMovingAvgObsFakeQuantize` rounds as torch's class does. Scales
+may be learned with the weights (Esser et al., "Learned Step Size Quantization", 2020), zero points too
+where the scheme is affine (Bhalgat et al., "LSQ+", 2020).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from qompose.spec.qparams import (
     in_blocks,
 )
 from qompose.spec.quantization_spec import made_by, virtual_subclass_of
+
+_SCHEMES = {*SYMMETRIC, torch.per_tensor_affine, torch.per_channel_affine}
 
 
 @virtual_subclass_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
@@ -167,7 +170,7 @@ class FakeQuantize(FakeQuantizeBase, Observer):
         if self.is_dynamic:
             qparams = self._qparams(*torch.aminmax(x.detach().float()))
         else:
-            qparams = self.calculate_qparams()
+            qparams = self._trained_qparams()
         return self._simulated(x, *qparams, inner.ch_axis if self.per_channel else None)
 
     def _simulated(self, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> Tensor:
@@ -178,6 +181,10 @@ class FakeQuantize(FakeQuantizeBase, Observer):
         scale = scale.to(x.device) if axis is None else along(scale.to(x.device), axis, x.dim())
         held = torch.round(values.detach().float() / scale).to(self.dtype).float() * scale
         return values + (held.to(values.dtype) - values).detach()
+
+    def _trained_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point to round by in training: those of conversion."""
+        return self.calculate_qparams()
 
     def _of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_dynamic:
@@ -252,7 +259,10 @@ class FakeQuantize(FakeQuantizeBase, Observer):
 
 
 class FusedMovingAvgObsFakeQuantize(FakeQuantize):
-    """A fake-quantizer with moving averages, under the name that recipes of this field have for it.
+    """A fake-quantizer with moving averages that trains by the numbers of torch's class of this name.
+
+    Its scale in training is that of `torch.fused_moving_avg_obs_fake_quant`, which for symmetric integers
+    differs from the one that is converted, most with few bits. `FakeQuantize` has one scale for both.
 
     Args:
         observer: `MovingAverageMinMaxObserver` or its form per channel; by the scheme where there is none.
@@ -267,6 +277,26 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
         inner = self.activation_post_process
         if not isinstance(inner, MovingAverageMinMaxObserver):
             raise ConfigError(f"{type(inner).__name__} has no moving averages: use FakeQuantize")
+
+    def _trained_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return what torch's operator makes of the range, by showing it the two ends alone."""
+        if self.dtype in FLOAT8 or self.qscheme not in _SCHEMES:
+            return super()._trained_qparams()
+        inner = self.activation_post_process
+        ends = torch.stack([inner.minimum, inner.maximum], dim=-1).float().reshape(-1, 2)
+        on = ends.new_ones(1, dtype=torch.long)
+        low, high = (
+            end.clone() for end in ends.unbind(1)
+        )  # it writes to these, and to the next two
+        scale, zero_point = torch.ones_like(low), torch.zeros_like(low, dtype=torch.int32)
+        bounds = self.quant_min, self.quant_max
+        torch.fused_moving_avg_obs_fake_quant(
+            *(ends, on, on, low, high, scale, zero_point, 1.0, *bounds, 0),
+            per_row_fake_quant=self.per_channel,
+            symmetric_quant=self.qscheme in SYMMETRIC,
+        )
+        shape = inner.minimum.shape
+        return scale.reshape(shape), zero_point.reshape(shape)
 
 
 class FixedQParamsFakeQuantize(FakeQuantize):

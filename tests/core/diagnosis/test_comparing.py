@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import io
 import math
+import re
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -156,7 +157,10 @@ def test_a_wrong_kernel_is_the_first_row(stages: Any, given: bool, reference: st
     assert found.rows[0].name == "linear"
     assert found.rows[0].steps > 2
     assert [row.name for row in found.of_cause(KERNEL_ERROR)] == ["linear"]
-    assert "kernel" in str(found)
+    (line,) = [one for one in found.to_markdown().splitlines() if "kernel error (" in one]
+    assert found.rows[0].value in line
+    # 80 columns wrap the cell.
+    assert re.search(r"^ one: +int8 +kernel .*\n.* error \(", str(found), re.MULTILINE)
 
 
 def _node_of(model: GraphModule, value: str) -> Any:

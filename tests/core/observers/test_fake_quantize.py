@@ -141,6 +141,51 @@ class TestGradients:
         assert torch.equal(gradient, torch.linspace(-1, 1, 32).reshape(4, 8))
 
 
+class TestFused:
+    """It trains as torch's class of this name does, bit by bit, and is converted by its range."""
+
+    SCHEMES = (
+        torch.per_tensor_affine, torch.per_tensor_symmetric,
+        torch.per_channel_affine, torch.per_channel_symmetric,
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+    @pytest.mark.parametrize("bounds", [(-128, 127), (-127, 127), (-8, 7), (-7, 7)], ids=str)
+    def test_values_are_torchs(self, scheme: Any, bounds: tuple[int, int]) -> None:
+        channels = scheme in (torch.per_channel_affine, torch.per_channel_symmetric)
+        kind = (
+            "MovingAveragePerChannelMinMaxObserver" if channels else "MovingAverageMinMaxObserver"
+        )
+        arguments = dict(zip(("quant_min", "quant_max"), bounds, strict=True), qscheme=scheme)
+        ours = FusedMovingAvgObsFakeQuantize(
+            getattr(qompose.observers, kind), dtype=torch.int8, **arguments
+        )
+        theirs = torch.ao.quantization.FusedMovingAvgObsFakeQuantize(
+            getattr(torch.ao.quantization, kind), dtype=torch.qint8, **arguments
+        )
+        for seed, size in enumerate((1.0, 3.0, 1e-6, 1.0)):
+            for x in (size * randn(4, 5, seed=seed), size * randn(4, 5, seed=seed).abs()):
+                assert torch.equal(ours(x), theirs(x))
+        inner = ours.activation_post_process
+        for one, other in zip(ours.calculate_qparams(), inner.calculate_qparams(), strict=True):
+            assert torch.equal(one, other)
+
+    def test_other_axes_are_as_the_first(self) -> None:
+        x = randn(4, 5)
+        one, other = (FusedMovingAvgObsFakeQuantize(ch_axis=axis, **CHANNELS) for axis in (0, 1))
+        assert torch.equal(one(x), other(x.T).T)
+
+    def test_with_a_float_zero_point_it_is_as_any(self) -> None:
+        scheme: dict[str, Any] = {
+            "qscheme": torch.per_channel_affine_float_qparams,
+            "dtype": torch.uint8,
+        }
+        observer, x = qompose.observers.MovingAveragePerChannelMinMaxObserver, randn(4, 5)
+        made = (kind(observer, **scheme) for kind in (FusedMovingAvgObsFakeQuantize, FakeQuantize))
+        one, other = (module(x) for module in made)
+        assert torch.equal(one, other)
+
+
 class TestObserving:
     def test_moving_averages(self) -> None:
         made = FusedMovingAvgObsFakeQuantize(averaging_constant=0.5, **AFFINE)

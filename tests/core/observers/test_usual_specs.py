@@ -15,7 +15,6 @@ from qompose.errors import ConfigError
 from qompose.observers import (
     FakeQuantize,
     FakeQuantizeBase,
-    FusedMovingAvgObsFakeQuantize,
     HistogramObserver,
     LearnableFakeQuantize,
 )
@@ -126,14 +125,14 @@ def searched(word: str) -> qompose.QuantizationConfig:
     return replace(STATIC, input_activation=spec, name="one")
 
 
-FUSED, FAKE, LEARNED = FusedMovingAvgObsFakeQuantize, FakeQuantize, LearnableFakeQuantize
+FAKE, LEARNED = FakeQuantize, LearnableFakeQuantize
 
 
 @pytest.mark.parametrize(
     ("config", "word", "found"),
     [
-        (USUAL, "moving_average", [FUSED, FAKE, FAKE]),
-        (observed_by(HistogramObserver), "moving_average", [FUSED, FAKE, FAKE]),
+        (USUAL, "moving_average", [FAKE] * 3),
+        (observed_by(HistogramObserver), "moving_average", [FAKE] * 3),
         (STATIC, "learned", [LEARNED] * 3),
         (DYNAMIC, "learned", [FAKE, None, LEARNED]),
         (searched("mse"), "learned", [LEARNED] * 3),

@@ -233,6 +233,14 @@ class TestConstants:
         assert graph_text(prepared) == graph_text(prepare(PROGRAM, qompose.compose(plain())))
 
 
+def operators_behind(node: Node) -> list[Node]:
+    """The operators that read a value, as it is or observed."""
+    found: list[Node] = []
+    for user in node.users:
+        found += operators_behind(user) if user.op == "call_module" else [user]
+    return found
+
+
 class TestMarks:
     """Entries of meta, for tools that come later."""
 
@@ -251,7 +259,12 @@ class TestMarks:
         assert owned == (["silu"] if order else ["linear", "silu", "linear_1"])
         matched = [n for n in prepared.graph.nodes if "quantizer_matched" in n.meta]
         assert sorted(names(n for n in matched if n.op == "call_function")) == sorted(owned)
-        assert {n.op for n in matched} == {"call_function", "get_attr"} or order
+        parameters = [n for n in prepared.graph.nodes if n.op == "get_attr"]
+        read = names(n for n in parameters if {*names(operators_behind(n))} & {*owned})
+        assert read == ([] if order else [name for name in names(parameters) if name != "mask"])
+        assert names(n for n in matched if n.op != "call_function") == read
+        others = [n for n in prepared.graph.nodes if n.op != "call_function"]
+        assert names(n for n in others if self.KEY in (n.meta.get("custom") or {})) == read
 
     def test_they_outlast_conversion_and_saving(self, tmp_path: Any) -> None:
         prepared = prepare(PROGRAM, qompose.compose(Linears(), Marking()))
