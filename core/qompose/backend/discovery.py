@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -322,7 +322,7 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
         return _version_fault(info, backend.api_version)
     if backend.name != info.name:
         return f"its backend calls itself {backend.name!r}, but its entry point is {info.name!r}"
-    return _table_fault(backend)
+    return table_fault(backend)
 
 
 def _version_fault(info: BackendInfo, written_for: object) -> str:
@@ -341,7 +341,8 @@ def _version_fault(info: BackendInfo, written_for: object) -> str:
     )
 
 
-def _table_fault(backend: Backend) -> str | None:
+def table_fault(backend: Backend) -> str | None:
+    """Return what is wrong with the types of a backend's tables, None where nothing is."""
     from torch._ops import OpOverload
 
     from qompose.backend.capabilities import naming_fault
@@ -349,12 +350,16 @@ def _table_fault(backend: Backend) -> str | None:
     from qompose.backend.rule import TORCH, Rule, target_faults
     from qompose.spec.quantization_spec import QuantizationConfig
 
+    if not isinstance(backend.configs, Mapping):
+        return f"its configs are {backend.configs!r}; expected a dict by name"
     tables: tuple[tuple[str, Any, type, str], ...] = (
         ("rules", backend.rules, Rule, "qompose.backend.Rule"),
-        ("configs", dict(backend.configs).values(), QuantizationConfig, "QuantizationConfig"),
+        ("configs", backend.configs.values(), QuantizationConfig, "QuantizationConfig"),
         ("targets", backend.targets, Target, "qompose.backend.Target"),
     )
     for name, table, kind, expected in tables:
+        if not isinstance(table, Iterable):
+            return f"its {name} are {table!r}; expected a tuple of {expected}"
         for entry in table:
             if not isinstance(entry, kind):
                 return f"its {name} contain {entry!r}; expected a {expected}"

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from qompose.errors import ConfigError, InternalError
@@ -38,12 +39,18 @@ from qompose.spec.claim import Claim
 class Kernel:
     """What replaces a claimed region on one target.
 
-    `emit` inserts the call and returns its node; it raises `NotLowerable` where the kernel does not fit.
-    Without `emit`, or where it returns None, the region stays as it is, for the target's last step to
-    take whole. A kernel with
-    `float_output` gives floats even where consumers want integers; those quantize for themselves.
-    One with `float_arithmetic` reads integers and computes in float: reports do not count it as int8.
-    Where `emit` finds that it does not fit, the kernel `otherwise` is tried.
+    Attributes:
+        name: in reports and capabilities: the operator that is called.
+        emit: inserts the call with `Region.call` and returns its node; raises `NotLowerable`, with the
+            reason, where the kernel does not fit. Where it is None, or returns None, the region stays as
+            it is, for the target's last step to take whole.
+        float_output: the call gives floats even where consumers want integers, who then quantize for
+            themselves.
+        float_arithmetic: the call reads integers and computes in float: reports do not count it as int8.
+        otherwise: the kernel that is tried where `emit` found that this one does not fit.
+
+    Raises:
+        ConfigError: a field has a value of the wrong type.
     """
 
     name: str
@@ -51,6 +58,16 @@ class Kernel:
     float_output: bool = False
     float_arithmetic: bool = False
     otherwise: Kernel | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail where a model is lowered."""
+        for name, given, fits, wanted in (
+            ("name", self.name, isinstance(self.name, str), "a text"),
+            ("emit", self.emit, self.emit is None or callable(self.emit), "a function of a Region"),
+            ("otherwise", self.otherwise, isinstance(self.otherwise, Kernel | None), "a Kernel"),
+        ):
+            if not fits:
+                raise ConfigError(f"Kernel({self.name!r}): {name} must be {wanted}, got {given!r}")
 
     @property
     def chain(self) -> tuple[Kernel, ...]:
@@ -242,6 +259,12 @@ class Region:
 
     def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
         target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
+        fault = _call_fault(target, args)
+        if fault:
+            claim = self.claim
+            raise ConfigError(
+                f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} calls {target}: {fault}"
+            )
         with self.module.graph.inserting_before(self.output_node):
             node = call(self.module.graph, target, args, self.output_node, value)
         self.inserted.append(node)
@@ -286,6 +309,21 @@ class Region:
         for user in list(self.output_node.users):
             user.replace_all_uses_with(replacement)
             self.module.graph.erase_node(user)
+
+
+def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
+    """Return why an operator cannot be called with positional arguments, "" where it can."""
+    whole = [value for value in args if isinstance(value, (DynamicTensor, QuantizedTensor))]
+    if whole:
+        return f"it takes tensors as nodes, and got a {type(whole[0]).__name__}: pass its .node"
+    if not isinstance(target, OpOverload):
+        return ""
+    declared = target._schema.arguments
+    missing = [a.name for a in declared[len(args) :] if not a.has_default_value()]
+    if missing or len(args) > len(declared):
+        what = f"without {', '.join(missing)}" if missing else f"with {len(args)} arguments"
+        return f"{what}; it is {target._schema}"
+    return ""
 
 
 def readers_in(regions: Mapping[int, Sequence[Node]], claims: Sequence[Claim]) -> Readers:
@@ -434,11 +472,17 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class DynamicTensor:
-    """A tensor that is quantized when the model runs: the node that holds its floats, and how it is.
+    """A tensor that is quantized when the model runs, as `Region.dynamic` gives it to a kernel.
 
-    One scale is for all of its last `dims` dimensions, None: for the whole tensor. The zero point is 0 where
-    `symmetric`. `low` and `high` bound the integers, and `eps` the scale, from below; None: only that it is
-    above 0, in the way of the operator that chooses it.
+    Attributes:
+        node: holds its floats.
+        dims: one scale is for all of its last `dims` dimensions: 1 is a scale per token; None: for the
+            whole tensor.
+        symmetric: the zero point is 0.
+        low, high: bound the integers.
+        dtype: of the integers.
+        eps: bounds the scale from below; None: only that it is above 0, in the way of the operator that
+            chooses it.
     """
 
     node: Node

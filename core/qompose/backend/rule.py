@@ -442,6 +442,21 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         known = isinstance(pattern, (Pattern, OperatorPattern))
         unknown = f"expected a Pattern or an OperatorPattern, got {pattern!r}"
         yield from pattern.faults if known else [unknown]
+    yield from _mapping_faults(rule)
+    if isinstance(rule.modes, str):
+        yield f"modes must be a set of modes, got the string {rule.modes!r}: write {{{rule.modes!r}}}"
+    if isinstance(rule.activations, str):
+        yield f"activations must be a tuple of names, got the string {rule.activations!r}"
+    if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
+        yield f"guard must be a function of a match, got {rule.guard!r}"
+
+
+def _mapping_faults(rule: Any) -> Iterator[str]:
+    """Yield what is wrong with the fields that are by role or by target."""
+    for name, key in (("accepts", "role"), ("layout", "role"), ("kernels", "target")):
+        if not isinstance(getattr(rule, name), Mapping):
+            yield f"{name} must be a dict by {key}, got {getattr(rule, name)!r}"
+            return
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
             yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
@@ -449,12 +464,6 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         if not isinstance(kernel, Kernel):
             yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"
     yield from target_faults(rule.kernels)
-    if isinstance(rule.modes, str):
-        yield f"modes must be a set of modes, got the string {rule.modes!r}: write {{{rule.modes!r}}}"
-    if isinstance(rule.activations, str):
-        yield f"activations must be a tuple of names, got the string {rule.activations!r}"
-    if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
-        yield f"guard must be a function of a match, got {rule.guard!r}"
 
 
 TORCH = "torch"

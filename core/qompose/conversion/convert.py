@@ -61,8 +61,10 @@ from qompose.spec.qdq import (
     QParams,
     add_buffer,
     choosing_operator,
+    convert_without_fusing,
     dynamic_pair,
     evaluated,
+    fold_computed_values,
     fold_quantized_constants,
     integers_of,
     is_quantize,
@@ -152,6 +154,8 @@ def _converted(
     with _in_own_types():
         solution = solve(working, record.plan, allow_uncalibrated=allow_uncalibrated)
         inserted = insert_qdq(working, record.plan, solution, fold_quantize=fold_quantize)
+    if fold_quantize:
+        fold_computed_values(working, {n for c in record.plan.claims for n in c.nodes})
     findings = (*solution.findings, *inserted.findings)
     solved = replace(
         record, dropped=solution.dropped, balanced=tuple(solution.made), findings=findings
@@ -562,17 +566,24 @@ class _QDQInserter:
 
     def _cast(self, observed: Observed, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""
-        node = observed.node
+        node, wide = observed.node, value_of(value).dtype
         example, constant, reader = value_of(value), constant_of(value), first_user(node)
+        to = convert_without_fusing if self._has_no_rules(observed.group) else _to
+        casts = [(wide, to)]
         with node.graph.inserting_before(node):
             if constant is not None and self.fold_quantize:
                 small = self._buffer(f"{value.target}_half", constant.detach().to(dtype), reader)
+                if (
+                    to is convert_without_fusing
+                ):  # Inductor looks for a parameter that is cast twice
+                    casts = [(wide, _to), (dtype, to), (wide, to)]
             else:
-                small = _cast_to(value, dtype, reader, example)
+                small = _cast_to(value, dtype, reader, example, to)
         for user in list(node.users):
-            reader = user if user.op == "call_function" else small
+            read, reader = small, user if user.op == "call_function" else small
             with node.graph.inserting_before(user):
-                read = _cast_to(small, example.dtype, reader, example)
+                for kind, cast in casts:
+                    read = _cast_to(read, kind, reader, example, cast)
             if value.op == "get_attr":
                 hand_over(value, read)
             self._note(observed, user, read, value)
@@ -619,9 +630,13 @@ class _QDQInserter:
 
         The engines that such annotations were written for lower that form.
         """
+        dynamic = bool(getattr(self.plan.groups[number].spec, "is_dynamic", False))
+        return dynamic and self._has_no_rules(number)
+
+    def _has_no_rules(self, number: int) -> bool:
+        """Tell whether annotations alone ask for a tensor's integers: other engines look for their form."""
         group = self.plan.groups[number]
-        annotated = all(not self.plan.claims[claim].captures for claim in group.claims)
-        return annotated and bool(getattr(group.spec, "is_dynamic", False))
+        return all(not self.plan.claims[claim].captures for claim in group.claims)
 
 
 def _by_input(readers: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -641,9 +656,11 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
     return node
 
 
-def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
+def _cast_to(
+    value: Node, dtype: torch.dtype, like: Node, example: Any, to: Callable[..., Any] = _to
+) -> Node:
     """Insert a cast, tagged as one that the program did not have."""
-    cast = _call(_to, (value, dtype), like, example.to(dtype))
+    cast = _call(to, (value, dtype), like, example.to(dtype))
     give_source(value, cast)
     tag(cast, **{CAST_TAG: True})
     return cast

@@ -95,6 +95,16 @@ def obstacle_of_weight(weight: Node) -> str | None:
     return next((f"the program writes to {path}" for path in reads if path in written), None)
 
 
+def is_the_same_in_every_call(value: Node, kept: Container[str]) -> bool:
+    """Tell whether a value is computed from parameters that nothing writes to, by no operator of `kept`."""
+    expression = _expression(value)
+    return (
+        expression is not None
+        and not any(node.name in kept for node in expression)
+        and obstacle_of_weight(value) is None
+    )
+
+
 def evaluated(value: Node) -> Tensor:
     """Return what a parameter, or a value computed from parameters alone, is in every call: a copy."""
     values: dict[Node, Any] = {}

@@ -25,6 +25,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities, capability_rows
+from qompose.backend.discovery import table_fault
 from qompose.backend.interface import Backend
 from qompose.backend.rule import Rule
 from qompose.errors import ConfigError, SelectorError, UserError, near_names
@@ -73,13 +74,16 @@ class RuleQuantizer(Quantizer):
     which means the backend's first configuration of that mode.
 
     Raises:
-        ConfigError: `backend` is not a `Backend`.
+        ConfigError: `backend` is not a `Backend`, or its tables hold something else than they should.
     """
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         if not isinstance(backend, Backend):
             raise ConfigError(f"RuleQuantizer takes a Backend, got {backend!r}{_remedy(backend)}")
+        fault = table_fault(backend)
+        if fault is not None:
+            raise ConfigError(f"backend {backend.name}: {fault}")
         self.backend = backend
         self.rewrites = backend.rewrites
         self._selectors = Selectors()

@@ -11,7 +11,7 @@ Behind a zero point that is not an integer, torch's operator rounds before it ad
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,12 @@ from qompose.program.graph import (
     owner_of,
     read_attribute,
     set_attribute,
+)
+from qompose.program.rewrites import (
+    computed_values,
+    drop,
+    evaluated as value_in_every_call,
+    is_the_same_in_every_call,
 )
 from qompose.spec.qparams import (
     FLOAT8,
@@ -54,6 +60,8 @@ choose_qparams = _ops.choose_qparams.tensor
 choose_qparams_symmetric = _ops.choose_qparams_symmetric.tensor
 choose_qparams_per_token = _ops.choose_qparams_per_token_asymmetric.default
 choose_qparams_per_token_symmetric = _ops.choose_qparams_per_token.default
+convert_without_fusing = _ops.convert_element_type.no_fuse
+"""A cast by which Inductor knows products of halves."""
 
 
 def _dequantize_per_block(
@@ -373,6 +381,22 @@ def fold_quantized_constants(model: GraphModule) -> None:
                 read = add_buffer(f"{node.all_input_nodes[0].target}_q", integers, node)
             node.replace_all_uses_with(read)
             node.graph.erase_node(node)
+
+
+def fold_computed_values(model: GraphModule, claimed: Container[str]) -> None:
+    """Evaluate the quantize operators of what is computed from parameters alone, in place.
+
+    Args:
+        claimed: the names of operators that stay, since they run as integers themselves.
+    """
+    computed = computed_values(model)
+    for node in [n for n in nodes_in(model) if n in computed and is_quantize(n)]:
+        if not node._erased and is_the_same_in_every_call(node, claimed):
+            (value,) = node.all_input_nodes[:1]
+            with node.graph.inserting_before(node):
+                read = add_buffer(f"{value.name}_q", value_in_every_call(node), node)
+            node.replace_all_uses_with(read)
+            drop([node])
 
 
 def add_buffer(path: str, value: Tensor, like: Node) -> Node:

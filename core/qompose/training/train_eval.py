@@ -289,15 +289,29 @@ def _train(model: GraphModule, mode: bool = True) -> GraphModule:
 
 def _switched(model: GraphModule, *, training: bool) -> GraphModule:
     _check_exported(model)
-    evaluation_form(model)
-    if training:
-        _training_operators(model)
-    for module in model.modules():
-        if isinstance(module, GraphModule):
-            module.recompile()
+    if not all(_is_in_mode(node, training) for node in nodes_in(model)):
+        evaluation_form(model)
+        if training:
+            _training_operators(model)
+        for module in model.modules():
+            if isinstance(module, GraphModule):
+                module.recompile()
     if hasattr(model, "meta") and META_KEY in model.meta:  # torch forbids it of what it exports
         nn.Module.train(model, training)
     return model
+
+
+def _is_in_mode(node: Node, training: bool) -> bool:
+    """Tell whether an operator needs no switching, because it was switched before or knows no modes."""
+    if not _has_statistics(node) and _switch_of(node) is None:
+        return mode_of(node) is None
+    mode = mode_of(node)
+    if isinstance(mode, Norm):
+        return bool(node.args[_NORM_FLAG]) is (training and not mode.frozen)
+    if mode is None:
+        return False
+    wanted = mode.in_training if training else mode.in_evaluation
+    return bool(node.args[mode.position] == wanted)
 
 
 def _training_operators(program: GraphModule) -> None:

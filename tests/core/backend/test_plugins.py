@@ -229,7 +229,7 @@ FAULTS = {
     "operators as text": (bad(left_in_float={"aten.matmul": "no kernel"}), "'aten.matmul'"),
     "configurations of another type": (bad(configs={"a": 3}), "configs .*3"),
     "a configuration of two names": (bad(configs={"a": STATIC}), "'a'.*'static'"),
-    "targets": (bad(targets=7), "int"),
+    "targets": (bad(targets=7), "targets are 7"),
     "a target one slip away": (
         bad(targets=(RUNTIME,), rules=(replace(LINEAR, kernels={"runtmie": Kernel("k")}),)),
         "rule linear: .*'runtmie'.*'runtime'",

@@ -109,6 +109,25 @@ WRONG: tuple[tuple[Callable[[Region], Any], str], ...] = (
 )
 
 
+CALLS: tuple[tuple[Callable[[Region], Any], str], ...] = (
+    (
+        lambda region: region.call(torch.ops.aten.mm.default, region.node("op")),
+        "without mat2; .*aten::mm",
+    ),
+    (
+        lambda region: region.call(torch.ops.aten.relu.default, 1, 2),
+        r"with 2 arguments; .*aten::relu",
+    ),
+    (lambda region: region.call(torch.ops.aten.relu.default, region.quantized("input")), r"\.node"),
+)
+
+
+@pytest.mark.parametrize(("ask", "told"), CALLS, ids=["too few", "too many", "no node"])
+def test_calls_that_cannot_be(ask: Callable[[Region], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear calls .*{told}"):
+        lowered(ask)
+
+
 @pytest.mark.parametrize(("ask", "told"), WRONG, ids=[row[1][:8] for row in WRONG])
 def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
     """The message says whose kernel asked, where, and what there is instead."""

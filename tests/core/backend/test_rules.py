@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.backend import Kernel, OperatorPattern, Pattern, Rule, TensorConstraint
+from qompose.backend import Backend, Kernel, OperatorPattern, Pattern, Rule, TensorConstraint
 from qompose.errors import ConfigError
 from torch import nn
 from torch.nn import functional as F
@@ -96,6 +96,8 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "one activation": ({"activations": "input"}, "activations"),
     "a bare function": ({"kernels": {"torch": len}}, "kernels|Kernel"),
     "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "TensorConstraint"),
+    "kernels without targets": ({"kernels": Kernel("k")}, "kernels .*target"),
+    "constraints without roles": ({"accepts": INT8}, "accepts .*role"),
     "no patterns": ({"patterns": ()}, "patterns"),
     "a pattern of another kind": ({"patterns": (len,)}, "Pattern"),
     "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
@@ -109,6 +111,31 @@ def test_a_row_that_could_never_do_what_it_says_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"rule linear: .*{named}"):
         replace(LINEAR, **facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"name": len}, "name"), ({"name": "k", "emit": "emit"}, "emit"),
+        ({"name": "k", "otherwise": len}, "otherwise"),
+    ],
+)  # fmt: skip
+def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Kernel\(.*: {named} must be"):
+        Kernel(**facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"rules": LINEAR}, "rules .*tuple"), ({"rules": (len,)}, "rules contain"),
+        ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs contain"),
+    ],
+)  # fmt: skip
+def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:
+    kind = type("Mine", (Backend,), {"name": "mine", "api_version": 1, **facts})
+    with pytest.raises(ConfigError, match=f"backend mine: its {named}"):
+        qompose.RuleQuantizer(kind())
 
 
 LINEAR_OF = (("op", aten.linear.default),)

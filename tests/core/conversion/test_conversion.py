@@ -104,6 +104,51 @@ def test_weights_become_the_integers_of_the_formula_under_their_own_names(model:
     assert torch.equal(state["0.weight_q"], expected)
 
 
+class Transposed(nn.Module):
+    """A linear whose weight is computed from a buffer, which each call may write to."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", randn(3, 4, seed=5))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.table.t())
+        if self.writes:
+            self.table.add_(1.0)
+        return y
+
+
+def products_weights(node: Node) -> None:
+    if node.target is torch.ops.aten.linear.default:
+        x, weight = node.all_input_nodes
+        annotate(node, {x: INT8, weight: PER_TENSOR.weight}, INT8)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_is_computed_from_parameters_is_stored_as_integers(writes: bool) -> None:
+    program = export(Transposed(writes), X)
+    wanted = program.module()(X)
+    converted = convert(program, Annotator(products_weights), X)
+    state = converted.state_dict()
+    assert writes or sqnr(wanted, converted(X)) > 30
+    assert operators(converted)["quantize_per_tensor"] == (3 if writes else 2)
+    assert operators(converted)["t"] == writes
+    floats = {name for name, tensor in state.items() if tensor.is_floating_point()}
+    assert floats == ({"table"} if writes else set())
+    assert writes or state["t_q"].dtype is torch.int8
+
+
+def test_an_operator_that_runs_as_integers_is_not_evaluated() -> None:
+    def all_of_it(node: Node) -> None:
+        products_weights(node)
+        if node.target is torch.ops.aten.t.default:
+            annotate(node, {node.args[0]: INT8}, INT8)
+
+    converted = convert(export(Transposed(False), X), Annotator(all_of_it), X)
+    assert operators(converted)["t"] == 1
+
+
 def fork(self: Any, x: Tensor) -> Tensor:
     y = self.a(x)
     return self.b(y) + self.c(y) + torch.tanh(y)
@@ -467,6 +512,31 @@ def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     )
     seen = computed(converted, BATCH).values()
     assert any(isinstance(value, Tensor) and torch.equal(value, by_hand) for value in seen)
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+def test_casts_that_annotations_ask_for_are_those_that_inductor_knows(
+    fold: bool, tmp_path: Path
+) -> None:
+    half = QuantizationSpec(torch.float16, PlaceholderObserver)
+
+    def halve(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            annotate(node, {node.args[1]: half})
+
+    model = layers("plain")
+    prepared = prepare(export(model, BATCH), Annotator(halve))
+    converted = qompose.convert_pt2e(prepared, fold_quantize=fold)
+    assert operators(converted)["convert_element_type"] == 2
+    assert operators(converted)["to"] == fold
+    (kind,) = {t.dtype for path, t in converted.state_dict().items() if "weight" in path}
+    assert kind is (torch.float16 if fold else torch.float32)
+    layer = model.layers["plain"]
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.half())
+    assert torch.equal(converted(BATCH), model(BATCH))
+    qompose.save(converted, tmp_path / "model.pt2")
+    assert torch.equal(qompose.load(tmp_path / "model.pt2")(BATCH), model(BATCH))
 
 
 def encode(m: Any, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from tests.core.qat import batch_for, prepared_for, product_model, product_quantizer
+from tests.core.toy import operators
 
 X = batch_for("linear")
 
@@ -206,3 +207,19 @@ def test_other_modules_are_left_alone() -> None:
         model.apply(getattr(training, f"enable_{name}"))
     model.apply(training.freeze_batch_norm).apply(training.unfreeze_batch_norm)
     assert not hasattr(model[1], "frozen")
+
+
+def test_only_a_change_of_mode_makes_new_code() -> None:
+    program = torch.export.export(
+        nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).train(), (X[:, :3],)
+    )
+    module = training.allow_exported_model_train_eval(program.module())
+    made: list[None] = []
+    module.recompile = lambda: made.append(None)  # type: ignore[assignment, return-value]
+    for switch, expected in (
+        *((module.train, 1), (module.train, 1), (module.eval, 2)),
+        *((module.eval, 2), (module.train, 3), (module.train, 3)),
+    ):
+        switch()
+        assert len(made) == expected
+    assert operators(module)["add_"] == 1
