@@ -29,7 +29,7 @@ from qompose.observers.input_sums import input_observers
 from qompose.observers.make_observer import integer_bounds
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import each_method, share_constants, states_of
-from qompose.plan.operator_ids import restore_written
+from qompose.plan.operator_ids import note_regions, restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
 from qompose.program.graph import (
@@ -55,7 +55,7 @@ from qompose.program.meta import (
     tag,
 )
 from qompose.reporting.build_report import log_stage, say_if_all_was_dropped, say_if_modes_were_lost
-from qompose.spec.claim import Point, forget_specifications, note_regions
+from qompose.spec.claim import Point, forget_specifications
 from qompose.spec.qdq import (
     OperatorPair,
     QParams,

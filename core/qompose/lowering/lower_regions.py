@@ -21,7 +21,7 @@ from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers
 from qompose.errors import ConfigError, TargetError, blaming, near_names
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import ONLY, by_method, in_method, share_constants, share_state
-from qompose.plan.operator_ids import restore_written
+from qompose.plan.operator_ids import QUANTIZED_BEFORE, restore_written
 from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
 from qompose.program import meta
 from qompose.program.aliasing import aliased, written_values
@@ -42,7 +42,7 @@ from qompose.program.graph import (
 )
 from qompose.program.meta import KERNELS_TAG, MADE, hand_over, tag, tag_of
 from qompose.reporting.build_report import log_stage, say_what_fell_back
-from qompose.spec.claim import QUANTIZED_BEFORE, Claim
+from qompose.spec.claim import Claim
 from qompose.spec.qdq import fold_quantized_constants
 
 

@@ -8,16 +8,19 @@ Names of nodes change with what a backend rewrites; these stay wherever the oper
 A program of its own: names and ids that nothing else has, and buffers that it may write to.
 
 A hash of a model, by which statistics know for whose tensors they are.
+
+Which operators were quantized together, as tags that outlast another export.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +37,8 @@ from qompose.program.graph import (
     owner_of,
     set_attribute,
 )
-from qompose.program.meta import GROUP_TAG, VALUE_TAG, tag, tag_of, values_of
+from qompose.program.meta import GROUP_TAG, REGION_TAG, VALUE_TAG, tag, tag_of, values_of
+from qompose.spec.claim import Claim, Operand
 
 PARAMETER = "parameter"
 """How the ids of parameters end, where those of computed values have operator and port."""
@@ -163,3 +167,78 @@ def _some_bytes(tensor: Tensor) -> bytes:
         return b""
     flat = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)][:_VALUES]
     return bytes(flat.cpu().contiguous().view(torch.uint8).numpy())
+
+
+_TEXTS = ("owner", "rule", "anchor", "output", "config", "selector", "mode")
+QUANTIZED_BEFORE = "quantized before"
+"""The rule of regions that were quantized before a program was exported, where no more is known of them."""
+
+
+def note_regions(
+    model: GraphModule, claims: Mapping[int, Claim], backends: Mapping[str, str], program: str
+) -> None:
+    """Let the operators of claims say what they are, in place, so that `earlier_regions` finds them again.
+
+    Args:
+        claims: those that were followed, by number.
+        backends: names of the backends that own claims, by owner.
+        program: an identity of the model.
+    """
+    nodes = {node.name: node for node in nodes_in(model) if node.op == "call_function"}
+    for number, claim in claims.items():
+        if not nodes.keys() >= {*claim.nodes}:  # of an input, say: it has no operators
+            continue
+        facts: dict[str, Any] = {name: getattr(claim, name) for name in _TEXTS}
+        facts["backend"] = backends.get(claim.owner, "")
+        facts["nodes"] = list(claim.nodes)
+        facts["operands"] = [[o.role, o.user, list(o.position)] for o in claim.operands]
+        facts["captures"] = [list(capture) for capture in claim.captures]
+        for name in claim.nodes:
+            known = {"of": f"{program}/{number}", "name": name}
+            tag(nodes[name], **{REGION_TAG: {**known, **(facts if name == claim.anchor else {})}})
+
+
+def earlier_regions(model: GraphModule) -> list[tuple[Claim, str]]:
+    """Return claims, without specifications, on what was quantized before a program was exported.
+
+    Returns:
+        each with the name of its backend, "" where that is not known. A module that is called twice gives
+        two of each.
+    """
+    copies: dict[str, list[dict[str, Node]]] = defaultdict(list)
+    for node in nodes_in(model):
+        fact = tag_of(node, REGION_TAG)
+        if fact is None:
+            continue
+        copy = next((c for c in copies[fact["of"]] if fact["name"] not in c), None)
+        if copy is None:
+            copies[fact["of"]].append(copy := {})
+        copy[fact["name"]] = node
+    return [_known_again(copy) for several in copies.values() for copy in several]
+
+
+def _known_again(nodes: Mapping[str, Node]) -> tuple[Claim, str]:
+    """Return the claim on operators by the names that they had, and the name of its backend."""
+    names = {name: node.name for name, node in nodes.items()}
+    facts: dict[str, Any] = next(
+        (f for f in (tag_of(n, REGION_TAG) for n in nodes.values()) if "owner" in f), {}
+    )
+    if not facts or nodes.keys() != {*facts["nodes"]}:  # another tool removed an operator
+        first, *_, last = [*names.values()] * 2
+        owner = facts.get("owner", QUANTIZED_BEFORE)
+        return Claim(
+            owner=owner,
+            rule=QUANTIZED_BEFORE,
+            anchor=first,
+            nodes=tuple(names.values()),
+            output=last,
+            specs=(),
+        ), ""
+    texts = {name: facts[name] for name in _TEXTS}
+    return Claim(
+        **{**texts, "anchor": names[texts["anchor"]], "output": names[texts["output"]]},
+        nodes=tuple(names[name] for name in facts["nodes"]),
+        specs=(),
+        operands=tuple(Operand(r, names[user], tuple(p)) for r, user, p in facts["operands"]),
+        captures=tuple((role, names.get(name, "")) for role, name in facts["captures"]),
+    ), facts["backend"]

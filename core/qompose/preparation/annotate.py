@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from qompose.algorithms import algorithms_of
 from qompose.errors import MemberError, UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
+from qompose.plan.operator_ids import QUANTIZED_BEFORE, earlier_regions
 from qompose.plan.plan import Rewrite
 from qompose.program.changes import (
     KeptNames,
@@ -44,13 +45,11 @@ from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_choice import not_in_training
 from qompose.spec.claim import (
     PRIORITY,
-    QUANTIZED_BEFORE,
     Claim,
     Composition,
     Proposal,
     Rejection,
     clear_annotations,
-    earlier_regions,
 )
 from qompose.spec.qdq import is_dequantize, is_of_quantization, is_quantize
 from qompose.training.qat_conv_bn import Unfolded

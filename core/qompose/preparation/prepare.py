@@ -31,7 +31,7 @@ from qompose.observers.make_observer import DerivedObserver, fixed_parameters, m
 from qompose.observers.min_max import Observer
 from qompose.plan.float_operators import NOBODY, claims_elsewhere, state_bytes, survey
 from qompose.plan.methods import each_method
-from qompose.plan.operator_ids import fingerprint, identify, isolate
+from qompose.plan.operator_ids import earlier_regions, fingerprint, identify, isolate
 from qompose.plan.plan import Group, Operator, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.preparation.annotate import Annotated, annotate
@@ -60,7 +60,7 @@ from qompose.quantizer.composition import (
 )
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
-from qompose.spec.claim import Claim, Point, clear_annotations, earlier_regions
+from qompose.spec.claim import Claim, Point, clear_annotations
 from qompose.spec.quantization_spec import EdgeOrNode
 from qompose.training.qat_conv_bn import training_form
 from qompose.training.train_eval import evaluation_form

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import module_stack
-from qompose.program.meta import ANNOTATION_KEY, REGION_TAG, tag, tag_of
+from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec.algorithm_choice import AlgorithmChoice
 from qompose.spec.qparams import Bounds
 from qompose.spec.quantization_spec import (
@@ -172,81 +172,6 @@ class Claim:
     bias: AddedBias | None = None
     algorithms: tuple[AlgorithmChoice, ...] = ()
     unasked: tuple[str, ...] = ()
-
-
-_TEXTS = ("owner", "rule", "anchor", "output", "config", "selector", "mode")
-QUANTIZED_BEFORE = "quantized before"
-"""The rule of regions that were quantized before a program was exported, where no more is known of them."""
-
-
-def note_regions(
-    model: GraphModule, claims: Mapping[int, Claim], backends: Mapping[str, str], program: str
-) -> None:
-    """Let the operators of claims say what they are, in place, so that `earlier_regions` finds them again.
-
-    Args:
-        claims: those that were followed, by number.
-        backends: names of the backends that own claims, by owner.
-        program: an identity of the model.
-    """
-    nodes = {node.name: node for node in nodes_in(model) if node.op == "call_function"}
-    for number, claim in claims.items():
-        if not nodes.keys() >= {*claim.nodes}:  # of an input, say: it has no operators
-            continue
-        facts: dict[str, Any] = {name: getattr(claim, name) for name in _TEXTS}
-        facts["backend"] = backends.get(claim.owner, "")
-        facts["nodes"] = list(claim.nodes)
-        facts["operands"] = [[o.role, o.user, list(o.position)] for o in claim.operands]
-        facts["captures"] = [list(capture) for capture in claim.captures]
-        for name in claim.nodes:
-            known = {"of": f"{program}/{number}", "name": name}
-            tag(nodes[name], **{REGION_TAG: {**known, **(facts if name == claim.anchor else {})}})
-
-
-def earlier_regions(model: GraphModule) -> list[tuple[Claim, str]]:
-    """Return claims, without specifications, on what was quantized before a program was exported.
-
-    Returns:
-        each with the name of its backend, "" where that is not known. A module that is called twice gives
-        two of each.
-    """
-    copies: dict[str, list[dict[str, Node]]] = defaultdict(list)
-    for node in nodes_in(model):
-        fact = tag_of(node, REGION_TAG)
-        if fact is None:
-            continue
-        copy = next((c for c in copies[fact["of"]] if fact["name"] not in c), None)
-        if copy is None:
-            copies[fact["of"]].append(copy := {})
-        copy[fact["name"]] = node
-    return [_known_again(copy) for several in copies.values() for copy in several]
-
-
-def _known_again(nodes: Mapping[str, Node]) -> tuple[Claim, str]:
-    """Return the claim on operators by the names that they had, and the name of its backend."""
-    names = {name: node.name for name, node in nodes.items()}
-    facts: dict[str, Any] = next(
-        (f for f in (tag_of(n, REGION_TAG) for n in nodes.values()) if "owner" in f), {}
-    )
-    if not facts or nodes.keys() != {*facts["nodes"]}:  # another tool removed an operator
-        first, *_, last = [*names.values()] * 2
-        owner = facts.get("owner", QUANTIZED_BEFORE)
-        return Claim(
-            owner=owner,
-            rule=QUANTIZED_BEFORE,
-            anchor=first,
-            nodes=tuple(names.values()),
-            output=last,
-            specs=(),
-        ), ""
-    texts = {name: facts[name] for name in _TEXTS}
-    return Claim(
-        **{**texts, "anchor": names[texts["anchor"]], "output": names[texts["output"]]},
-        nodes=tuple(names[name] for name in facts["nodes"]),
-        specs=(),
-        operands=tuple(Operand(r, names[user], tuple(p)) for r, user, p in facts["operands"]),
-        captures=tuple((role, names.get(name, "")) for role, name in facts["captures"]),
-    ), facts["backend"]
 
 
 class Kind(Enum):
