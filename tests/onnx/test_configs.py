@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose.backend import load_backend
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, RequirementWarning
 from qompose_onnx import get_onnx_quantization_config as config, machine
 from torch import nn
 
@@ -73,13 +74,31 @@ def test_a_model_for_processors_asks_for_vnni_unless_weights_have_seven_bits(
     assert converted.meta["qompose"].requirements.get("onnx", {}) == wanted
 
 
-def test_a_processor_whose_sums_saturate_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_processor_whose_sums_saturate_is_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
-    pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(machine, "sums_are_exact", lambda: False)
-    assert "bits=7" in (machine.objection({"isa": "vnni"}) or "")
-    assert machine.objection({"isa": "any"}) is None
+    pytest.importorskip(runtime)
+    batches = [(torch.rand(4, 64),), (torch.ones(4, 64),)]
+    monkeypatch.setattr(machine, "sums_are_exact", lambda runtime: False)
+    given: Any = {"example_inputs": batches[0], "calibration": batches, "target": runtime}
+    with pytest.warns(RequirementWarning, match=r"bits=7"):
+        qompose.quantize(nn.Linear(64, 16), backends=["onnx"], **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qompose.quantize(nn.Linear(64, 16), backends=["onnx:static int7"], **given)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_sums_are_asked_of_the_runtime(runtime: str) -> None:
+    pytest.importorskip(runtime)
+    model = nn.Linear(64, 16)
+    nn.init.ones_(model.weight)
+    batches = [(torch.ones(4, 64),)]
+    given: Any = {"example_inputs": batches[0], "calibration": batches, "target": runtime}
+    wanted = model(*batches[0])
+    found = qompose.quantize(model, backends=["onnx"], **given).model(*batches[0])
+    assert machine.sums_are_exact(runtime) == torch.allclose(found, wanted, rtol=0.02)
 
 
 def test_seven_bits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

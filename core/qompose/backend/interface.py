@@ -62,6 +62,9 @@ class Target:
 
     With `reads_qdq` the runtime reads quantize and dequantize operators and fuses what it can: the regions
     of members that only annotate are left to it, and `Finished` says what became of them.
+
+    With `runs_here` a program of the runtime runs in the process that made it: `lower` warns where
+    `Backend.objection` has something against this machine. Other programs are for other machines.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Target:
     availability: Callable[[], str | None] = lambda: None
     finish_methods: Callable[[Methods], tuple[Any, Mapping[str, Finished]]] | None = None
     reads_qdq: bool = False
+    runs_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,9 @@ class Backend:
     def objection(self, requirements: Mapping[str, str]) -> str | None:
         """Return why this machine does not fulfil what `requirements` returned, with the remedy, or None.
 
-        `load` refuses a model that is objected to; what `lower` makes of it all the same must be right, and
-        may be slow.
+        `load` refuses a model that is objected to, and `lower` warns (`Target.runs_here`). Kernels of this
+        backend must be right all the same, and may be slow; where its runtime computes wrong numbers, the
+        reason says so.
         """
         return None
 

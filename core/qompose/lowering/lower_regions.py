@@ -76,7 +76,7 @@ def lower(
     result, parts = with_kernels(converted, target)
     for name, (_, record) in parts.items():
         with in_method(name):
-            if record.target == TORCH_TARGET.name:  # other runtimes may be on other machines
+            if _known_targets(record)[record.target].runs_here:
                 warn(tuple(objections(record)))
             say_what_fell_back(record, strict=strict)
     # A second copy, beside the one that was lowered: `compare` needs the program as it is now, and its owner
@@ -180,7 +180,7 @@ def _each_in_process(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
     return {name: part.model for name, part in finished.items()}, finished
 
 
-TORCH_TARGET = Target("torch", _in_process, finish_methods=_each_in_process)
+TORCH_TARGET = Target("torch", _in_process, finish_methods=_each_in_process, runs_here=True)
 """The process itself."""
 
 
@@ -192,9 +192,7 @@ def find_target(name: str, record: Record) -> Target:
             brings the runtime, or it is missing here.
         MemberError: a backend or a target fails when it is asked whether it can run here.
     """
-    known = {TORCH_TARGET.name: TORCH_TARGET}
-    for backend in record.backends.values():
-        known.update({target.name: target for target in backend.targets})
+    known = _known_targets(record)
     owners = {claim.owner for claim in record.plan.claims}
     tables = {owner: b for owner, b in record.backends.items() if owner in owners}
     if name not in {*known}.union(*map(_targets, tables.values())):
@@ -219,6 +217,12 @@ def find_target(name: str, record: Record) -> Target:
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
+
+
+def _known_targets(record: Record) -> dict[str, Target]:
+    """Return by name the targets that the members of a composition bring, and "torch"."""
+    brought = {t.name: t for backend in record.backends.values() for t in backend.targets}
+    return {TORCH_TARGET.name: TORCH_TARGET, **brought}
 
 
 _ONLY_ANNOTATES = "only annotates"

@@ -433,8 +433,8 @@ def notes_on(record: Record) -> tuple[str, ...]:
 
 
 def warn(found: Collection[str]) -> None:
-    """Say aloud that a model runs here, and not on the kernels that it was made for."""
+    """Warn that a model runs on a machine that it was not made for."""
     if found:
         lines = "".join(f"\n  - {line}" for line in found)
-        message = f"This model was made for another machine, and may be slow on this one:{lines}"
+        message = f"This model was made for another machine than this one:{lines}"
         warn_user(message, RequirementWarning)

@@ -192,7 +192,12 @@ def _remarks(exported: ExportedProgram, found: Executed, runtime: str) -> dict[s
 
 TARGETS: Final = (
     Target("onnx", _finish_onnx, reads_qdq=True),
-    Target("onnxruntime", _finish_onnx_runtime, lambda: missing(ONNXRUNTIME), reads_qdq=True),
+    Target(
+        "onnxruntime", _finish_onnx_runtime, lambda: missing(ONNXRUNTIME), reads_qdq=True,
+        runs_here=True,
+    ),
     Target(TENSORRT, _finish_tensorrt, reads_qdq=True),
-    Target("openvino", _finish_openvino, lambda: missing(OPENVINO), reads_qdq=True),
-)
+    Target(
+        "openvino", _finish_openvino, lambda: missing(OPENVINO), reads_qdq=True, runs_here=True
+    ),
+)  # fmt: skip

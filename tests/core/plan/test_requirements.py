@@ -15,7 +15,13 @@ import qompose
 import torch
 from qompose import QomposeWarning
 from qompose.backend import Finished, RuleUse, Target, discovery
-from qompose.errors import ArtefactError, ConfigError, MemberError, RequirementError
+from qompose.errors import (
+    ArtefactError,
+    ConfigError,
+    MemberError,
+    RequirementError,
+    RequirementWarning,
+)
 from qompose.storage.program_json import decode_record, encode_record
 from torch import nn
 from torch.fx import GraphModule
@@ -143,23 +149,25 @@ class TestAnotherMachine:
 
     def test_loads_what_is_asked_for_all_the_same(self, here: Here, tmp_path: Path) -> None:
         model = self.saved(here, tmp_path / "model")
-        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as said:
+        with pytest.warns(RequirementWarning, match=r"toy .*there are few") as said:
             loaded = qompose.load(tmp_path / "model", allow_mismatch=True)
-        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as again:
+        with pytest.warns(RequirementWarning, match=r"toy .*there are few") as again:
             lowered = qompose.lower(loaded)
         assert [Path(w.filename).name for w in (*said, *again)] == ["test_requirements.py"] * 2
         assert torch.equal(loaded(X), model(X))
         assert qompose.report(lowered).count("int8 kernel") == 3
 
-    def test_is_no_matter_for_another_runtime(self, here: Here) -> None:
-        chip = Target("chip", lambda model, signature: Finished(model))
+    @pytest.mark.parametrize("runs_here", [False, True])
+    def test_matters_to_a_runtime_that_runs_here(self, here: Here, runs_here: bool) -> None:
+        chip = Target("chip", lambda model, signature: Finished(model), runs_here=runs_here)
         rule = replace(LINEAR, kernels={"chip": LINEAR.kernels["torch"]})
         here.reason = "there are few"
         program = export(seeded(nn.Linear(8, 4)), X)
         model = convert(program, toy(rule, targets=(chip,), **here.facts), X)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             qompose.lower(model, "chip")
+        assert [w.category for w in said] == [RequirementWarning] * runs_here
 
 
 def test_without_its_backend_a_model_loads_as_before(
