@@ -100,10 +100,20 @@ class Question:
         """Return whether a rule is meant: by its name, its drawing, or the operators of a variant."""
         if self.text and self.text in (rule.name, rule.drawing):
             return True
-        return any(
-            len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
-            for calls in sequences(rule)
+        with naming(rule):
+            asked = [*filter(self._may_call, rule.patterns)]
+            found = [map(str, calls) for pattern in asked for calls in _calls(pattern)]
+        return any(self._are(tuple(calls)) for calls in found)
+
+    def _are(self, calls: Sequence[str]) -> bool:
+        return len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
+
+    def _may_call(self, pattern: Pattern | OperatorPattern) -> bool:
+        """Tell from the operators that a pattern names whether it may be meant: to capture it takes long."""
+        named = (
+            [] if isinstance(pattern, OperatorPattern) else [str(t) for _, t in pattern.operators]
         )
+        return all(any(part.takes(target) for part in self.parts) for target in named)
 
     def without_batch_norm(self) -> Question:
         """Return the question as it is once batch norms are folded into the operators before them.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from qompose.backend import OperatorPattern, Pattern
 from qompose.backend.pattern import OperatorIndex
+from qompose.backend.pattern_question import question_of
 from qompose.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from tests.core.toy import (
     Model,
     export,
     randn,
+    rule,
 )
 
 aten = torch.ops.aten
@@ -157,6 +159,20 @@ def test_a_variant_without_the_last_parameters() -> None:
 )
 def test_functions_are_captured_as_models_are(function: Any, operator: Any) -> None:
     assert Pattern(function, ((2, 3),), (("op", operator),)).calls() == (operator,)
+
+
+def test_what_a_pattern_names_answers_questions_about_others() -> None:
+    """Capturing every pattern of every installed backend would take half a minute."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise AssertionError("captured")
+
+    names = (("op", aten.relu.default), ("sum", aten.add.Tensor))
+    relu_add = rule("relu_add", Pattern(fails, ((2, 3),), names), activations=("x",))
+    for question in ("sigmoid", "relu", "relu -> sigmoid", "sigmoid -> add"):
+        assert not question_of(question).is_about(relu_add)
+    with pytest.raises(ConfigError, match="captured"):
+        question_of("relu -> add").is_about(relu_add)
 
 
 TOPK = OperatorPattern((aten.topk.default,), lambda self: torch.topk(self, 2)[0], ((4,),), result=0)
