@@ -24,7 +24,7 @@ from qompose.observers.histogram import places_in, taken
 
 STRATA = 16
 """How many strata are told apart, below the largest row; all smaller rows are in the last one."""
-MOST, FEWEST, VALUES = 128, 8, 2**16
+MOST, FEWEST, VALUES = 256, 8, 2**18
 """The most rows of a stratum: as many as have so many values together, within two bounds."""
 PER_EXAMPLE = 1024
 """The most rows of one example that are looked at."""
