@@ -11,10 +11,12 @@ import qompose
 import torch
 from qompose.backend import load_backend
 from qompose.errors import ConfigError, RequirementWarning
-from qompose_onnx import get_onnx_quantization_config as config, machine
+from qompose_onnx import configs, get_onnx_quantization_config as config, machine, runtimes
 from torch import nn
 
 from tests.onnx.models import sqnr
+
+X = (torch.cat([torch.rand(9, 64), torch.ones(1, 64)]),)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,8 @@ def test_options_that_no_runtime_has_are_refused(options: dict[str, Any]) -> Non
         config(**options)
 
 
-def test_names_tell_the_choices() -> None:
+def test_names_tell_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "sums_are_exact_here", lambda: True)
     assert config().name == "static"
     assert config(bits=7).name == "static int7"
     symmetric = config("int8", symmetric_activations=True)
@@ -55,7 +58,7 @@ def test_symmetric_activations_have_a_symmetric_scheme() -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        (config(), {"isa": "vnni"}),
+        (config(bits=8), {"isa": "vnni"}),
         (config(bits=7), {"isa": "any"}),
         (config(tensorrt=True), {}),
         (config("uint16"), {}),
@@ -74,31 +77,37 @@ def test_a_model_for_processors_asks_for_vnni_unless_weights_have_seven_bits(
     assert converted.meta["qompose"].requirements.get("onnx", {}) == wanted
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+RUNTIMES = pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+
+
+@RUNTIMES
+@pytest.mark.parametrize("name", ["onnx", "onnx:static", "onnx:static int7"])
 def test_a_processor_whose_sums_saturate_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, runtime: str
+    monkeypatch: pytest.MonkeyPatch, runtime: str, name: str
 ) -> None:
     pytest.importorskip(runtime)
-    batches = [(torch.rand(4, 64),), (torch.ones(4, 64),)]
-    monkeypatch.setattr(machine, "sums_are_exact", lambda runtime: False)
-    given: Any = {"example_inputs": batches[0], "calibration": batches, "target": runtime}
-    with pytest.warns(RequirementWarning, match=r"bits=7"):
-        qompose.quantize(nn.Linear(64, 16), backends=["onnx"], **given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        qompose.quantize(nn.Linear(64, 16), backends=["onnx:static int7"], **given)
+    monkeypatch.setattr(machine, "sums_are_exact_here", lambda: False)
+    given: Any = {"example_inputs": X, "calibration": [X], "target": runtime, "backends": [name]}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RequirementWarning)
+        result = qompose.quantize(nn.Linear(64, 16), **given)
+    needed = result.converted.meta["qompose"].requirements["onnx"]["isa"]
+    assert ["bits=7" in str(w.message) for w in said] == [True] * (needed == "vnni")
+    assert needed == "any" or name != "onnx:static int7"
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_sums_are_asked_of_the_runtime(runtime: str) -> None:
+@RUNTIMES
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_default_is_right_on_this_processor(runtime: str, bits: int | None) -> None:
+    """Sums of products of the largest integers are far from what 16 bits hold."""
     pytest.importorskip(runtime)
     model = nn.Linear(64, 16)
     nn.init.ones_(model.weight)
-    batches = [(torch.ones(4, 64),)]
-    given: Any = {"example_inputs": batches[0], "calibration": batches, "target": runtime}
-    wanted = model(*batches[0])
-    found = qompose.quantize(model, backends=["onnx"], **given).model(*batches[0])
-    assert machine.sums_are_exact(runtime) == torch.allclose(found, wanted, rtol=0.02)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=bits))
+    given: Any = {"example_inputs": X, "calibration": [X], "target": runtime}
+    found = qompose.quantize(model, backends=[quantizer], **given).model(torch.ones(1, 64))
+    is_right = torch.allclose(found, model(torch.ones(1, 64)), rtol=0.02)
+    assert is_right == (bits is None or runtimes.sums_are_exact(runtime))
 
 
 def test_seven_bits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.runtimes import sums_are_exact_here
 from torch import Tensor, nn
 
 from tests.onnx.models import sqnr
@@ -83,7 +84,7 @@ def test_what_it_annotates_is_left_to_the_runtime_which_says_what_it_fused(
     (x,) = batches(7)[0]
     with torch.no_grad():
         wanted, simulated, found = model(x), converted(x), lowered(x)
-    assert sqnr(simulated, found) > 40
+    assert sqnr(simulated, found) > (40 if sums_are_exact_here() else 25)
     assert sqnr(wanted, found) > 25
 
 

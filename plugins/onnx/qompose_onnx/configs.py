@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,6 +12,8 @@ import torch
 from qompose import QuantizationConfig
 from qompose.backend import kit
 from qompose.errors import ConfigError
+
+from qompose_onnx.runtimes import sums_are_exact_here
 
 GROUP_SIZES: Final = (16, 32, 64, 128, 256)
 """Sizes of blocks that ONNX Runtime fuses into MatMulNBits."""
@@ -34,19 +36,22 @@ _FACTORIES: Final[Mapping[str, kit.ConfigFactory]] = MappingProxyType(
 def get_onnx_quantization_config(
     activation: str | None = None,
     *,
+    bits: int | None = None,
     symmetric_activations: bool = False,
     tensorrt: bool = False,
     **options: Any,
 ) -> QuantizationConfig:
     """Return a configuration, named after its choices. Weights are symmetric int8, per output channel.
 
-    On x86 processors without VNNI, ONNX Runtime's sums of two products of uint8 and int8 saturate unless
-    weights have seven bits: `bits=7`.
+    On x86 processors without VNNI, ONNX Runtime and OpenVINO add products of uint8 and int8 in 16 bits.
+    Those sums saturate unless weights have seven bits.
 
     Args:
         activation: "uint8", the default, or "int8". ONNX Runtime on x86 processors computes with uint8, into
             which it turns int8; on Arm it wants int8. "uint16" and "int16" are for accelerators: on CPUs
             ONNX Runtime computes in float between such integers.
+        bits: of the weights, 2 to 8. None: 8, or 7 where the installed runtime's sums saturate on this
+            processor. A file for processors with VNNI may have 8 wherever it is made.
         symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
         tensorrt: what TensorRT reads: static int8 with zero points of 0, biases in float. Lower for the
             target "tensorrt", which checks files against TensorRT's documented rules; it has never run one.
@@ -65,17 +70,34 @@ def get_onnx_quantization_config(
     activation = "uint8" if activation is None else activation
     if activation not in _FACTORIES:
         raise ConfigError(f"activation must be {' or '.join(_FACTORIES)}, got {activation!r}")
+    if bits is None and not tensorrt and _saturates(activation, options):
+        bits = 7
+    return _config(activation, bits=bits, symmetric=symmetric_activations, **options)
+
+
+def _config(
+    activation: str = "uint8", *, symmetric: bool = False, **options: Any
+) -> QuantizationConfig:
+    """Return a configuration that is the same on each processor."""
     config = _FACTORIES[activation](**options)
-    if config.mode != "static" and (activation != "uint8" or symmetric_activations):
+    if config.mode != "static" and (activation != "uint8" or symmetric):
         raise ConfigError(
-            f"activation={activation!r} and symmetric_activations={symmetric_activations} are for static "
+            f"activation={activation!r} and symmetric_activations={symmetric} are for static "
             "activations: DynamicQuantizeLinear gives affine uint8, and weight_only=True leaves floats"
         )
     if options.get("per_token"):
         raise ConfigError(
             "per_token=True: DynamicQuantizeLinear has one scale for the whole tensor"
         )
-    return _named(config, activation, symmetric=symmetric_activations)
+    return _named(config, activation, symmetric=symmetric)
+
+
+def _saturates(activation: str, options: Mapping[str, Any]) -> bool:
+    """Tell whether this processor adds products of such activations and weights of eight bits wrongly."""
+    bounds = {"weight_only", "weight_qmin", "weight_qmax"}
+    if activation not in ("uint8", "int8") or any(options.get(name) for name in bounds):
+        return False
+    return not sums_are_exact_here()
 
 
 def _named(config: QuantizationConfig, activation: str, *, symmetric: bool) -> QuantizationConfig:
@@ -92,21 +114,18 @@ def _named(config: QuantizationConfig, activation: str, *, symmetric: bool) -> Q
     return replace(config, name=", ".join(filter(None, (config.name, told))))
 
 
-_make = get_onnx_quantization_config
-CONFIGS: Final = MappingProxyType(
-    kit.named(
-        _make(),
-        _make(bits=7),
-        _make("int8"),
-        _make("int8", symmetric_activations=True),
-        _make(tensorrt=True),
-        _make("uint16"),
-        _make(is_per_channel=False),
-        _make(is_dynamic=True),
-        _make(weight_only=True),
-        _make(weight_only=True, group_size=32),
-        _make(weight_only=True, group_size=128),
-        _make(weight_only=True, group_size=32, bits=8),
-    )
-)
+def _all() -> Iterator[QuantizationConfig]:
+    """Yield the default, which depends on the processor, and others, which do not."""
+    yield get_onnx_quantization_config()
+    yield from (_config(), _config(bits=7))
+    yield from (_config("int8"), _config("int8", symmetric=True))
+    yield get_onnx_quantization_config(tensorrt=True)
+    yield from (_config("uint16"), _config(is_per_channel=False))
+    yield from (_config(is_dynamic=True), _config(is_dynamic=True, bits=7))
+    yield _config(weight_only=True)
+    yield from (_config(weight_only=True, group_size=size) for size in (32, 128))
+    yield _config(weight_only=True, group_size=32, bits=8)
+
+
+CONFIGS: Final = MappingProxyType(kit.named(*{config.name: config for config in _all()}.values()))
 """The backend's named configurations; the first is the default."""

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper, save
 from torch import Tensor
 
 from qompose_onnx.errors import ONNXTargetError
@@ -123,6 +129,58 @@ class OpenVinoSession:
             for value in self.compiled.outputs
             for name in value.get_names()
         }
+
+
+_SESSIONS: Final[Mapping[str, Callable[[Path], Session]]] = MappingProxyType(
+    {ONNXRUNTIME: OnnxRuntimeSession, OPENVINO: OpenVinoSession}
+)
+
+
+def sums_are_exact_here() -> bool:
+    """Return `sums_are_exact` of the runtime that is installed; true without any."""
+    installed = (name for name in _SESSIONS if missing(name) is None)
+    return all(map(sums_are_exact, itertools.islice(installed, 1)))
+
+
+@functools.cache
+def sums_are_exact(runtime: str) -> bool:
+    """Return whether a runtime adds products of 255 and 127 exactly on this processor, by one linear."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "linear.onnx"
+        save(_linear(), path)
+        found = _SESSIONS[runtime](path).run({"x": torch.ones(1, _DEPTH)})["y"]
+    return bool((found - _DEPTH).abs().max() < 0.5)
+
+
+_DEPTH, _WIDTH = 64, 16
+
+
+def _linear() -> ModelProto:
+    """Return a model of one linear, whose weights are as large as integers of eight bits can be."""
+
+    def constant(name: str, value: Any, dtype: Any) -> TensorProto:
+        return numpy_helper.from_array(np.asarray(value, dtype), name)
+
+    def value(name: str, width: int) -> ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, width])
+
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["x_q"]),
+        helper.make_node("DequantizeLinear", ["x_q", "x_scale", "x_zero"], ["x_dq"]),
+        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_dq"]),
+        helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"]),
+    ]
+    constants = [
+        constant("x_scale", 1 / 255, np.float32),
+        constant("x_zero", 0, np.uint8),
+        constant("w", np.full((_DEPTH, _WIDTH), 127), np.int8),
+        constant("w_scale", 1 / 127, np.float32),
+        constant("w_zero", 0, np.int8),
+    ]
+    graph = helper.make_graph(
+        nodes, "linear", [value("x", _DEPTH)], [value("y", _WIDTH)], constants
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
 
 
 def _refused(path: Path, runtime: str, version: str, error: Exception) -> str:
