@@ -8,7 +8,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,12 @@ from qompose.observers.input_sums import input_observers
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
+from qompose.plan.methods import check_methods, in_method
 from qompose.program.user_input import check_limit, iterated, run_batch
 from qompose.training.train_eval import is_trained
 
 
+@overload
 def calibrate(
     prepared: GraphModule,
     batches: Iterable[Any] | Statistics,
@@ -55,8 +57,38 @@ def calibrate(
     resume: str | os.PathLike[str] | None = None,
     sharded: bool = False,
     timeout: float = 600.0,
-) -> GraphModule:
+) -> GraphModule: ...
+
+
+@overload
+def calibrate(
+    prepared: Mapping[str, GraphModule],
+    batches: Mapping[str, Iterable[Any] | Statistics],
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    progress: bool | None = None,
+    resume: None = None,
+    sharded: bool = False,
+    timeout: float = 600.0,
+) -> dict[str, GraphModule]: ...
+
+
+def calibrate(
+    prepared: GraphModule | Mapping[str, GraphModule],
+    batches: Iterable[Any] | Statistics | Mapping[str, Iterable[Any] | Statistics],
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    progress: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    sharded: bool = False,
+    timeout: float = 600.0,
+) -> GraphModule | dict[str, GraphModule]:
     """Run batches through a prepared model, without gradients, and return the model.
+
+    The methods of one program may be calibrated together, with batches for some or all of them. All methods
+    then go by what those saw together, so that weights that they share get the same integers.
 
     Algorithms that learn from data, such as "gptq_sequential", run after the last batch: the program is run
     once more on all batches, part by part, and batches are kept in memory until then.
@@ -65,8 +97,9 @@ def calibrate(
     statistics of all data, bit for bit those of a single process.
 
     Args:
+        prepared: a prepared model, or a dict of the methods of one program.
         batches: tensors, tuples of positional arguments or dicts of keyword arguments, such as a DataLoader;
-            or `Statistics` of an earlier calibration instead of data.
+            or `Statistics` of an earlier calibration instead of data. For methods a dict of such, by name.
         transform: turns what `batches` yields into the model's inputs, as `lambda batch: batch[0]`.
         limit: how many batches to use at most, over all processes; not with `sharded`.
         progress: whether to show a progress bar; None shows it on a terminal.
@@ -84,6 +117,27 @@ def calibrate(
             statistics already. Observers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
+    if not isinstance(prepared, Mapping):
+        options = (transform, limit, progress, resume, sharded, timeout)
+        return _calibrated(prepared, batches, *options)
+    given = _by_method(prepared, batches, resume)
+    for name, own in given.items():
+        with in_method(name):
+            _calibrated(prepared[name], own, transform, limit, progress, None, sharded, timeout)
+    return _going_by_all(prepared, [*given])
+
+
+def _calibrated(
+    prepared: GraphModule,
+    batches: Iterable[Any] | Statistics,
+    transform: Callable[[Any], Any] | None,
+    limit: int | None,
+    progress: bool | None,
+    resume: str | os.PathLike[str] | None,
+    sharded: bool,
+    timeout: float,
+) -> GraphModule:
+    """Calibrate one model; see `calibrate`."""
     record = prepared_record(prepared, "calibrate")
     if isinstance(batches, Statistics):
         _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
@@ -110,6 +164,53 @@ def calibrate(
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
     return prepared
+
+
+def _by_method(
+    methods: Mapping[str, GraphModule], batches: object, resume: object
+) -> Mapping[str, Iterable[Any] | Statistics]:
+    """Return the batches of each method that has some.
+
+    Raises:
+        UserError, CalibrationError, StageError: methods cannot be calibrated together with these.
+    """
+    check_methods(methods, "calibrate")
+    if not isinstance(batches, Mapping) or not batches or not batches.keys() <= methods.keys():
+        raise UserError(
+            "methods are calibrated with a dict of batches for some or all of them, "
+            f"{', '.join(methods)}: as in calibrate(methods, {{{next(iter(methods))!r}: batches}})"
+        )
+    if resume is not None:
+        raise UserError("resume= is for one model: calibrate methods with it one by one")
+    for name in methods:
+        with in_method(name):
+            record = prepared_record(methods[name], "calibrate")
+        if len(batches) == 1 or name not in batches:
+            continue
+        if (named := order_dependent(methods[name])) or learns(record.plan):
+            what = "; ".join(named) or "an algorithm that learns from all data at once"
+            raise CalibrationError(
+                f"what several methods saw cannot be put together for {what} (method {name!r}): give batches "
+                "for one method"
+            )
+    return batches
+
+
+def _going_by_all(methods: Mapping[str, GraphModule], ran: list[str]) -> dict[str, GraphModule]:
+    """Let the observers of all methods go by what those that ran saw together."""
+    first, *others = (statistics(methods[name]) for name in ran)
+    try:
+        # Methods may leave out parts of the model, with parameters that others have.
+        seen = first.merged(*(replace(o, fingerprint=first.fingerprint) for o in others))
+    except StatisticsError as error:
+        raise CalibrationError(
+            f"what the methods {', '.join(ran)} saw cannot be put together: {error}. Give batches for one "
+            "of them"
+        ) from error
+    for name, method in methods.items():
+        with in_method(name):
+            seen.apply(method, partial=True, another_model=True)
+    return dict(methods)
 
 
 def _ran(

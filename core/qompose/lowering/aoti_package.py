@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lowered model as an AOTInductor package."""
+"""A lowered model, or the methods of one program, as an AOTInductor package."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 from qompose.errors import CompilationError, UserError
 from qompose.files import draft_of
+from qompose.plan.methods import ONLY, in_method
 from qompose.plan.plan import Record
-from qompose.program.aliasing import written_buffers
+from qompose.program.aliasing import read_before_written, written_buffers
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.decompositions import laid_out, order_of
@@ -27,6 +30,10 @@ from qompose.program.user_input import binder
 from qompose.spec.qdq import IN_ATEN
 
 SUFFIX: Final = ".pt2"
+STATE: Final = "state.json"
+"""An extra file of a package of several methods: the buffers that they write to, by path."""
+_ALONE: Final = "model"
+"""What torch calls the only method of a package."""
 TORCH_NAMESPACES: Final = frozenset(
     {"aten", "prims", "inductor_prims", "quantized", "mkl", "mkldnn", "onednn"}
 )
@@ -35,42 +42,137 @@ TORCH_NAMESPACES: Final = frozenset(
 _CHECKING: Final = {"aot_inductor.check_lowerbound": False}
 
 
+@dataclass(frozen=True)
+class Part:
+    """A method of a package, called as `signature` says.
+
+    Attributes:
+        settings: of torch's compiler.
+        known: operators that the settings' passes replace, or come with code for.
+    """
+
+    graph: GraphModule
+    signature: CallSignature
+    record: Record
+    settings: Mapping[str, Any]
+    known: Collection[object]
+
+
 def write_package(
-    graph: GraphModule,
-    signature: CallSignature,
-    record: Record,
-    file: Path,
-    settings: Mapping[str, Any],
-    known: Collection[object],
-) -> Callable[..., Any]:
-    """Write a package that is called as `signature` says, and return what runs it.
+    parts: Mapping[str, Part], state: Mapping[str, Tensor], file: Path
+) -> dict[str, Callable[..., Any]]:
+    """Write a package of methods by name, and return what runs each.
+
+    A package holds the buffers that its methods write to. torch loads each method with buffers of its own;
+    those that are returned share `state`, and the file says how others make it (`STATE`).
 
     Args:
-        known: operators that the settings' passes replace, or come with code for.
+        state: the buffers that methods write to, by path, with their initial values.
 
     Raises:
-        CompilationError: the program writes to buffers; an operator would remain that torch alone does
-            not know; torch cannot compile it.
+        CompilationError: an operator would remain that torch alone does not know; torch cannot compile a
+            method; two buffers that are written to share memory; or one is read before it is written to.
         OSError: the file cannot be written.
     """
-    _check_state(graph)
+    from torch.export.pt2_archive._package import package_pt2
+
+    _check_state(state)
+    programs = {}
+    for name, part in parts.items():
+        with in_method(name):
+            _check_reads(part)
+            programs[name] = _program(part)
+    several = set(parts) != {ONLY}
+    with draft_of(file) as draft, torch.no_grad(), _refusing():
+        files = {name or _ALONE: _files(programs[name], parts[name], state) for name in parts}
+        described = {STATE: json.dumps(_described(state))} if several and state else None
+        package_pt2(str(draft), aoti_files=files, extra_files=described)
+        runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
+    return {
+        name: partial(_call, runs[name], binder(part.graph), part.signature)
+        for name, part in parts.items()
+    }
+
+
+def _program(part: Part) -> ExportedProgram:
+    """Return a method as torch compiles it.
+
+    Raises:
+        CompilationError: a package cannot have it.
+    """
     with torch.no_grad(), _refusing():
         program = torch.export.export(
-            graph,
-            signature.args,
-            dict(signature.kwargs),
-            dynamic_shapes=signature.dynamic_shapes,
+            part.graph,
+            part.signature.args,
+            dict(part.signature.kwargs),
+            dynamic_shapes=part.signature.dynamic_shapes,
         )
         if any(node.target in IN_ATEN for node in nodes_in(program.graph_module)):
             program = program.run_decompositions(dict(IN_ATEN))
     _check_outputs(program)
-    _check_operators(program, record, known)
-    with draft_of(file) as draft, torch.no_grad(), _refusing():
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(draft), inductor_configs={**_CHECKING, **settings}
+    _check_operators(program, part.record, part.known)
+    return program
+
+
+def _files(program: ExportedProgram, part: Part, state: Mapping[str, Tensor]) -> list[Any]:
+    """Compile a program to the files of a package."""
+    # Folding takes the initial value of a buffer, if all of it is one number, for a constant (torch 2.13).
+    folding = {"joint_graph_constant_folding": False} if state else {}
+    args, kwargs = program.example_inputs or ((), {})
+    files = torch._inductor.aot_compile(
+        program.module(check_guards=False),
+        args,
+        kwargs,
+        options={**_CHECKING, **part.settings, **folding, "aot_inductor.package": True},
+    )
+    assert isinstance(files, list)
+    return files
+
+
+def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """Return a method of a package, which writes to `state` if it is one of several.
+
+    Raises:
+        CompilationError: torch made a constant of a buffer that the method writes to.
+    """
+    from torch._inductor import package
+
+    run = package.load_package(file, name or _ALONE)
+    own = {path: state[path] for path in sorted(written_buffers(part.graph.graph))}
+    if not own:
+        return run
+    if lost := own.keys() - {*run.get_constant_fqns()}:
+        raise CompilationError(
+            f"torch made a constant of {', '.join(sorted(lost))}, which the program writes to. "
+            'mode="default" keeps it; or pass the state in and out as arguments and results.'
         )
-        run = torch._inductor.aoti_load_package(str(draft))
-    return partial(_call, run, binder(graph), signature)
+    if name == ONLY:
+        return run
+    run.load_constants(own, check_full_update=False, user_managed=True)
+    return _Stateful(run, own)
+
+
+@dataclass(frozen=True)
+class _Stateful:
+    """A loaded method with the buffers whose memory it uses, and which it does not keep alive itself."""
+
+    run: Callable[..., Any]
+    state: Mapping[str, Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return how buffers are made: shape, type, and a value for all elements or one for each."""
+    found = {}
+    for path, value in state.items():
+        flat = value.detach().flatten()
+        uniform = bool((flat == flat[:1]).all())
+        values = (flat[:1].tolist() or [0]) if uniform else flat.tolist()
+        dtype = str(value.dtype).removeprefix("torch.")
+        found[path] = {"shape": [*value.shape], "dtype": dtype, "values": values}
+    return found
 
 
 def _call(
@@ -116,12 +218,25 @@ def _as_exported(value: Any, example: Any) -> Any:
     return laid_out(lambda operator, *args: operator(*args), value, order)
 
 
-def _check_state(graph: GraphModule) -> None:
-    written = sorted(written_buffers(graph.graph))
-    if written:  # it would compile, and return the first call's results ever after (torch 2.13)
+def _check_state(state: Mapping[str, Tensor]) -> None:
+    """Raise CompilationError where buffers share memory, which torch gives each of its own."""
+    seen: dict[int, str] = {}
+    for path, value in state.items():
+        other = seen.setdefault(value.untyped_storage().data_ptr(), path)
+        if other != path and value.numel():
+            raise CompilationError(
+                f"A package gives each buffer memory of its own, and the program writes to {other} and "
+                f'{path}, which share theirs. mode="default" keeps that.'
+            )
+
+
+def _check_reads(part: Part) -> None:
+    """Raise CompilationError where torch would compute with a buffer's initial value in all calls (2.13)."""
+    if read := sorted(read_before_written(part.graph.graph)):
         raise CompilationError(
-            f"A package forgets what a program writes to its buffers, here to {', '.join(written)}. "
-            'mode="default" keeps it; or pass the state in and out as arguments and results.'
+            f"A package takes what the program reads of {', '.join(read)} before it writes there for a "
+            'constant. mode="default" does not; or write what depends on inputs first; or pass the state in '
+            "and out as arguments and results."
         )
 
 

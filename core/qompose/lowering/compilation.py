@@ -36,9 +36,9 @@ from qompose.errors import (
     near_names,
 )
 from qompose.files import destination
-from qompose.lowering.aoti_package import SUFFIX, first_line, refused, write_package
+from qompose.lowering.aoti_package import SUFFIX, Part, first_line, refused, write_package
 from qompose.lowering.native_code import with_or_without
-from qompose.plan.methods import ONLY, check_methods, in_method
+from qompose.plan.methods import ONLY, by_method, in_method
 from qompose.plan.plan import Record, record_of
 from qompose.program.aliasing import written_buffers
 from qompose.program.call_signature import CallSignature, call_signature
@@ -80,8 +80,10 @@ class CompiledModel:
         mode: str,
         run: Callable[..., Any],
         path: Path | None = None,
+        folder: _Folder | None = None,
     ) -> None:
         self.mode, self.path = mode, path
+        self._folder = folder
         self.__signature__ = inspect.signature(lowered.forward)
         self._run = run
         self._keywords = _keywords(lowered)
@@ -120,7 +122,7 @@ def compile_lowered(
     lowered: Mapping[str, GraphModule],
     mode: str = "default",
     *,
-    path: None = None,
+    path: str | PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
     native_code: bool | None = None,
 ) -> dict[str, CompiledModel]: ...
@@ -146,11 +148,12 @@ def compile_lowered(
     =================  =======================================================================
 
     The compiled model has copies of the buffers that the program writes to, with their current values.
-    The methods of one program share theirs and are compiled together, all or none. If the program cannot
-    run on zeros, the first two modes compile at the first call.
+    The methods of one program share theirs and are compiled together, all or none; a package has all of
+    them, each with its own weights. If the program cannot run on zeros, the first two modes compile at the
+    first call.
 
     Args:
-        lowered: a lowered model, or the methods of one program by name (not for a package).
+        lowered: a lowered model, or the methods of one program by name.
         path: the file of a package, ending in ".pt2"; without it, a temporary file is written. An existing
             file is replaced atomically, and kept if compiling fails.
         options: options of torch's compiler by name, as for `torch.compile`; they override those of
@@ -163,37 +166,32 @@ def compile_lowered(
         StageError: the model was not lowered.
         UserError: the mode or an option is unknown, the path is invalid or given for another mode, or a
             method shares state with methods that are not compiled with it.
-        TargetError: the model was lowered for another target, or a package would have several methods.
+        TargetError: the model was lowered for another target.
         CompilationError: there is no C++ compiler, torch cannot compile the program, or a package would
-            contain an operator that torch does not have.
+            contain an operator that torch does not have, or a buffer that is read before it is written.
         MemberError: a backend cannot rewrite its operators for compilers.
         OSError: the package cannot be written.
     """
     file = _destination(mode, path)
-    if not isinstance(lowered, Mapping):
-        record = _lowered_record(lowered)
-        if record.methods and record.state:
-            raise UserError(
-                f"this method writes to state that it shares with the methods {', '.join(record.methods)}: "
-                "compile them together, as in compile_lowered(lowered) of what lower returned"
-            )
-        state = _own_state({ONLY: lowered})
-        return _compiled_model(lowered, mode, file, options, state, native_code)
-    check_methods(lowered, "compile_lowered")
-    if mode == PACKAGE:
-        raise TargetError(
-            f"A package has one method, got {len(lowered)} ({', '.join(lowered)}); "
-            "compile each one separately."
+    methods = by_method(lowered, "compile_lowered")
+    for name, method in methods.items():
+        with in_method(name):
+            record = _lowered_record(method)
+    if ONLY in methods and record.methods and record.state:
+        raise UserError(
+            f"this method writes to state that it shares with the methods {', '.join(record.methods)}: "
+            "compile them together, as in compile_lowered(lowered) of what lower returned"
         )
-    for name, method in lowered.items():
-        with in_method(name):
-            _lowered_record(method)
-    state = _own_state(lowered)
-    compiled = {}
-    for name, method in lowered.items():
-        with in_method(name):
-            compiled[name] = _compiled_model(method, mode, None, options, state, native_code)
-    return compiled
+    state = _own_state(methods)
+    _check_toolchain()
+    if mode == PACKAGE:
+        compiled = _packaged(methods, file, options, state, native_code)
+    else:
+        compiled = {}
+        for name, method in methods.items():
+            with in_method(name):
+                compiled[name] = _compiled_model(method, mode, options, state, native_code)
+    return compiled if isinstance(lowered, Mapping) else compiled[ONLY]
 
 
 def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
@@ -224,52 +222,72 @@ def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
 def _compiled_model(
     lowered: GraphModule,
     mode: str,
-    file: Path | None,
     options: Mapping[str, Any] | None,
     state: Mapping[str, Tensor],
     native_code: bool | None,
 ) -> CompiledModel:
-    """Compile one lowered model, which writes to `state`, by path."""
-    record = _lowered_record(lowered)
-    _check_toolchain()
+    """Compile one lowered model for this process; it writes to `state`, by path."""
 
     def attempt(backends: Mapping[str, Backend]) -> CompiledModel:
-        return _with_backends(lowered, record, mode, file, options, state, backends)
+        part = _part(lowered, options, state, backends)
+        with _quiet():
+            run = _compiled(lowered, part.graph, mode, part.settings)
+        return CompiledModel(lowered, mode, run)
 
-    return with_or_without(attempt, _taking_part(record), native_code)
+    return with_or_without(attempt, _taking_part(_lowered_record(lowered)), native_code)
 
 
-def _with_backends(
+def _part(
     lowered: GraphModule,
-    record: Record,
-    mode: str,
-    file: Path | None,
     options: Mapping[str, Any] | None,
     state: Mapping[str, Tensor],
     backends: Mapping[str, Backend],
-) -> CompiledModel:
+) -> Part:
+    """Return a lowered model as it is compiled, with the settings for it."""
+    record = _lowered_record(lowered)
+    backends = {owner: backends[owner] for owner in _taking_part(record)}
     settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     graph = _for_compilers(lowered, backends, state)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
     known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}
-    settings = settings_with(late, settings)
-    with _quiet():
-        if mode != PACKAGE:
-            return CompiledModel(lowered, mode, _compiled(lowered, graph, mode, settings))
-        signature = call_signature(lowered)
-        if file is not None:
-            run = write_package(graph, signature, record, file, settings, known)
-            return CompiledModel(lowered, mode, run, file)
-        folder = tempfile.mkdtemp(prefix="qompose-")
-        try:
-            file = Path(folder) / f"model{SUFFIX}"
-            run = write_package(graph, signature, record, file, settings, known)
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-        result = CompiledModel(lowered, mode, run, file)
-        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
-        return result
+    return Part(graph, call_signature(lowered), record, settings_with(late, settings), known)
+
+
+def _packaged(
+    methods: Mapping[str, GraphModule],
+    file: Path | None,
+    options: Mapping[str, Any] | None,
+    state: Mapping[str, Tensor],
+    native_code: bool | None,
+) -> dict[str, CompiledModel]:
+    """Compile methods to one package."""
+    concerned: dict[str, Backend] = {}
+    for method in methods.values():
+        concerned |= _taking_part(_lowered_record(method))
+
+    def attempt(backends: Mapping[str, Backend]) -> dict[str, CompiledModel]:
+        parts = {}
+        for name, method in methods.items():
+            with in_method(name):
+                parts[name] = _part(method, options, state, backends)
+        folder = _Folder() if file is None else None
+        place = file or folder.path / f"model{SUFFIX}"  # type: ignore[union-attr]
+        with _quiet():
+            runs = write_package(parts, state, place)
+        return {
+            name: CompiledModel(method, PACKAGE, runs[name], place, folder)
+            for name, method in methods.items()
+        }
+
+    return with_or_without(attempt, concerned, native_code)
+
+
+class _Folder:
+    """A temporary folder, which goes with the last who holds this."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="qompose-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def _destination(mode: str, path: object) -> Path | None:

@@ -77,6 +77,35 @@ def written_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
+def read_before_written(graph: Graph) -> frozenset[str]:
+    """Return the paths of written buffers of which the initial values count.
+
+    They are read, or changed, before something that depends on an input is written to them.
+    """
+    memory, varying = _Memory(graph), set[Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    found: set[str] = set()
+    for root, writers in memory.writers.items():
+        members = {*memory.members[root]}
+        paths = {str(node.target) for node in members if node.op == "get_attr"}
+        if paths and _counts(members, writers, varying):
+            found |= paths
+    return frozenset(found)
+
+
+def _counts(members: set[Node], writers: list[Node], varying: set[Node]) -> bool:
+    """Tell whether the initial value of a memory is seen, by its first reader that is no view of it."""
+    graph = next(iter(members)).graph
+    for node in graph.nodes:
+        if members.isdisjoint(node.all_input_nodes) or (node in members and node not in writers):
+            continue
+        written = {*node.all_input_nodes} - members
+        return node not in writers or varying.isdisjoint(written)
+    return False
+
+
 def written_values(graph: Graph) -> frozenset[str]:
     """Return the names of the values in whose memory something is written."""
     memory = _Memory(graph)

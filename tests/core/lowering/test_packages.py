@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+import torch._inductor.package
 from qompose import UserError
 from qompose.errors import CompilationError, InputError
 from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported
@@ -122,6 +123,73 @@ def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("qompose-")]
 
 
+def memory(m: Any, x: Tensor, at: Tensor) -> Tensor:
+    """Two buffers, each of one value at first: torch takes such ones for constants."""
+    m.seen.index_copy_(0, at, m.linear(x))
+    m.count.copy_(at[-1:] + 0.5)
+    return m.seen * m.count
+
+
+WITH_STATE = """
+import json, sys, torch
+from torch.export.pt2_archive._package import load_pt2
+
+def made(shape, dtype, values):
+    values = torch.tensor(values, dtype=getattr(torch, dtype))
+    return values.repeat(torch.Size(shape).numel() // len(values)).reshape(shape)
+
+file = load_pt2(sys.argv[1])
+methods, described = file.aoti_runners, json.loads(file.extra_files["state.json"])
+state = {path: made(**one) for path, one in described.items()}
+for method in methods.values():
+    own = {name: state[name] for name in method.get_constant_fqns() if name in state}
+    method.load_constants(own, check_full_update=False, user_managed=True)
+for name, args, y in torch.load(sys.argv[2]):
+    torch.testing.assert_close(methods[name](*args), y)
+assert 'qompose' not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def memories() -> dict[str, GraphModule]:
+    buffers = {"seen": nn.Buffer(torch.zeros(6, 4)), "count": nn.Buffer(torch.full((1,), 0.5))}
+    module = seeded(Model(memory, linear=nn.Linear(3, 4), **buffers))
+    calls = {name: (X[:n], torch.arange(n)) for name, n in (("prompt", 3), ("token", 1))}
+    programs = {name: export(module, *args) for name, args in calls.items()}
+    prepared = qompose.prepare_pt2e(programs, toy(LINEAR, for_compiler=in_aten))
+    for name, args in calls.items():
+        prepared[name](*args)
+    return qompose.convert_pt2e(prepared)
+
+
+@pytest.mark.full
+class TestState:
+    """What a method writes is there in the next call, of whatever method."""
+
+    def test_of_several_methods(self, memories: Any, tmp_path: Path) -> None:
+        lowered, path = qompose.lower(memories), tmp_path / "memory.pt2"
+        methods = qompose.compile_lowered(lowered, "package", path=path)
+        cases = []
+        for name, first, end in (
+            *(("prompt", 0, 3), ("token", 3, 4), ("token", 4, 5)),
+            *(("prompt", 1, 4), ("token", 5, 6)),
+        ):
+            args = (X[first:end], torch.arange(first, end))
+            expected = lowered[name](*args).clone()
+            torch.testing.assert_close(methods[name](*args), expected)
+            cases.append((name, args, expected))
+        assert all(method.path == path for method in methods.values())
+        torch.save(cases, tmp_path / "cases.pt")
+        python("-I", "-c", WITH_STATE, path, tmp_path / "cases.pt")
+
+    def test_of_one(self, memories: Any) -> None:
+        alone = qompose.lower(memories["token"])
+        compiled = qompose.compile_lowered(alone, "package")
+        for at in (0, 3, 3):
+            args = (X[at : at + 1], torch.tensor([at]))
+            torch.testing.assert_close(compiled(*args), alone(*args))
+
+
 class TestRefusals:
     """A file that was there stays, and none is left half-written."""
 
@@ -144,29 +212,34 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("function", "named"),
         [
+            (lambda m, x: m.calls.copy_(x[0, :1]) + m.last.copy_(x[0, 1:2]) + m.linear(x), "calls"),
             (lambda m, x: m.linear(x) + m.calls.add_(1), "calls"),
+            (lambda m, x: m.calls.copy_(x[0, :1] + m.calls.exp()) + m.linear(x), "calls"),
             (lambda m, x: (m.linear(x), None), "None"),
         ],
-        ids=["state", "results that are none"],
+        ids=[
+            "state in one memory",
+            "state that counts",
+            "state that is read",
+            "results that are none",
+        ],
     )
     def test_models(self, function: Any, named: str, tmp_path: Path) -> None:
-        module = Model(function, linear=nn.Linear(3, 4), calls=nn.Buffer(torch.zeros(1)))
-        program = export(seeded(module), X)
+        calls = torch.zeros(2)
+        buffers = {"calls": nn.Buffer(calls[:1]), "last": nn.Buffer(calls[1:])}
+        program = export(seeded(Model(function, linear=nn.Linear(3, 4), **buffers)), X)
         model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
         with pytest.raises(CompilationError, match=named):
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         assert not any(tmp_path.iterdir())
 
     def test_a_package_that_cannot_be_loaded(self, tmp_path: Path, monkeypatch: Patch) -> None:
-        def fail(path: str) -> None:
+        def fail(path: str, name: str) -> None:
             assert Path(path).exists()
             raise RuntimeError("not today")
 
-        def write(program: Any, package_path: str, inductor_configs: Any) -> None:
-            Path(package_path).write_text("after")
-
-        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
-        monkeypatch.setattr(torch._inductor, "aoti_load_package", fail)
+        monkeypatch.setattr(torch._inductor, "aot_compile", lambda *args, **options: [])
+        monkeypatch.setattr(torch._inductor.package, "load_package", fail)
         path = tmp_path / "model.pt2"
         path.write_text("before")
         with pytest.raises(CompilationError, match="not today"):
@@ -176,10 +249,10 @@ class TestRefusals:
     def test_a_full_disk_is_not_the_compilers_fault(
         self, tmp_path: Path, monkeypatch: Patch
     ) -> None:
-        def write(program: Any, package_path: str, inductor_configs: Any) -> None:
+        def write(*args: Any, **options: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
+        monkeypatch.setattr(torch._inductor, "aot_compile", write)
         with pytest.raises(OSError, match="No space") as raised:
             model = lowered_net(for_compiler=in_aten)
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
@@ -221,15 +294,15 @@ def test_a_simulated_region_needs_no_operator_of_its_own(
     compiles: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Blocks have operators of qompose, which are taken apart for the package."""
-    given: list[torch.export.ExportedProgram] = []
+    given: list[GraphModule] = []
 
-    def write(program: Any, package_path: str, inductor_configs: Any) -> None:
-        given.append(program)
-        Path(package_path).touch()
+    def write(graph: GraphModule, args: Any, kwargs: Any, options: Any) -> list[str]:
+        given.append(graph)
+        return []
 
     if not compiles:
-        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
-        monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: given[0].module())
+        monkeypatch.setattr(torch._inductor, "aot_compile", write)
+        monkeypatch.setattr(torch._inductor.package, "load_package", lambda path, name: given[0])
     weight = qompose.QuantizationSpec(
         torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
         torch.per_channel_symmetric, block_size=(2, 2),

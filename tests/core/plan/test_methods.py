@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose.errors import StageError, TargetError, UserError
+from qompose import QuantizationConfig
+from qompose.errors import CalibrationError, StageError, UserError
+from qompose.observers import MovingAverageMinMaxObserver
 from qompose.plan.methods import by_method, share_constants, share_state, states_of
 from torch import Tensor, nn
 
-from tests.core.toy import DYNAMIC, LINEAR, STATIC, Model, export, toy
+from tests.core.toy import DYNAMIC, INT8, LINEAR, STATIC, WEIGHT, Model, export, toy
 
 WIDTH, LENGTH = 8, 6
 
@@ -151,6 +154,56 @@ class TestAMethodThatOnlyReads:
         assert lowered["read"].seen is lowered["token"].seen
 
 
+class TestCalibrated:
+    """Methods are calibrated with the batches of some, and all go by what those saw."""
+
+    @pytest.fixture
+    def prepared(self) -> dict[str, Any]:
+        return qompose.prepare_pt2e(exported(memory()), toy(LINEAR, config=STATIC))
+
+    def test_methods_without_batches_go_by_those_of_others(self, prepared: Any) -> None:
+        done = qompose.calibrate(prepared, {"prompt": [PROMPT]})
+        assert done.keys() == prepared.keys()
+        prompt, token = (qompose.statistics(prepared[name]) for name in ("prompt", "token"))
+        assert len(prompt) and not prompt.diff(token)
+        made = run(qompose.convert_pt2e(done))  # tokens beyond the range of the prompt are clipped
+        assert equal(made[:1], expected()[:1], bound=0.05)
+
+    def test_what_several_saw_is_put_together(self, prepared: Any) -> None:
+        alone = [
+            qompose.statistics(
+                qompose.calibrate(qompose.prepare_pt2e(program, toy(LINEAR)), batches)
+            )
+            for program, batches in zip(
+                exported(memory()).values(), ([PROMPT], TOKENS), strict=True
+            )
+        ]
+        qompose.calibrate(prepared, {"prompt": [PROMPT], "token": TOKENS})
+        for method in prepared.values():
+            assert not qompose.statistics(method).diff(alone[0].merged(alone[1]))
+
+    @pytest.mark.parametrize("batches", [{}, {"prmpt": [PROMPT]}, [PROMPT]])
+    def test_batches_of_no_method(self, prepared: Any, batches: Any) -> None:
+        with pytest.raises(UserError, match="prompt, token"):
+            qompose.calibrate(prepared, batches)
+
+    def test_errors_name_the_method(self, prepared: Any) -> None:
+        with pytest.raises(CalibrationError, match="method 'prompt'"):
+            qompose.calibrate(prepared, {"prompt": []})
+        with pytest.raises(UserError, match="resume"):
+            qompose.calibrate(prepared, {"prompt": [PROMPT]}, resume="x.json")  # type: ignore[call-overload]
+
+    def test_what_depends_on_the_order_is_for_one_method(self) -> None:
+        averaged = replace(INT8, observer_or_fake_quant_ctr=MovingAverageMinMaxObserver)
+        config = QuantizationConfig(averaged, averaged, WEIGHT, name="averaged", algorithms=())
+        prepared = qompose.prepare_pt2e(exported(memory()), toy(LINEAR, config=config))
+        with pytest.raises(CalibrationError, match="MovingAverage"):
+            qompose.calibrate(prepared, {"prompt": [PROMPT], "token": TOKENS})
+        qompose.calibrate(prepared, {"prompt": [PROMPT]})
+        made = run(qompose.convert_pt2e(prepared))
+        assert equal(made[:1], expected()[:1], bound=0.05)
+
+
 class TestCompiled:
     def test_methods_are_compiled_with_one_state(self, converted: Any) -> None:
         lowered = qompose.lower(converted)
@@ -161,8 +214,6 @@ class TestCompiled:
         lowered = qompose.lower(converted)
         with pytest.raises(UserError, match="prompt, token"):
             qompose.compile_lowered(lowered["token"])
-        with pytest.raises(TargetError, match="prompt, token"):
-            qompose.compile_lowered(lowered, "package")  # type: ignore[call-overload]
 
     def test_methods_that_were_lowered_apart_are_refused(self, converted: Any) -> None:
         apart = {name: qompose.lower(model) for name, model in converted.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.aliasing import unsafe_values, written_buffers
+from qompose.program.aliasing import read_before_written, unsafe_values, written_buffers
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -168,3 +168,22 @@ def test_unsafe_values_stay_float_and_the_model_computes_the_same(
     converted = qompose.convert_pt2e(prepared)
     expected, actual = program.module()(X.clone()), converted(X.clone())
     assert (expected - actual).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("function", "counts"),
+    [
+        (lambda m, x: m.state.copy_(x) + 1, False),
+        (lambda m, x: m.state[:1].copy_(x[:1]).sum() + m.state, False),
+        (lambda m, x: m.state + x, False),
+        (lambda m, x: m.state.add_(1) + x, True),
+        (lambda m, x: m.state.copy_(m.state + x), True),
+        (lambda m, x: (m.state.sum(), m.state.copy_(x)), True),
+        (lambda m, x: (m.state.clone()[0], m.state.copy_(x)), True),
+    ],
+    ids=["written", "a part", "only read", "counted", "added to", "read", "read as it is"],
+)
+def test_initial_values_that_count(function: Any, counts: bool) -> None:
+    module = Model(function, state=nn.Buffer(torch.zeros(3)))
+    graph = export(module, torch.ones(3)).module().graph
+    assert read_before_written(graph) == ({"state"} if counts else set())
