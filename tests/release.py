@@ -69,7 +69,8 @@ for backend in found or [Linears()]:
     if found:
         rules = qompose.backend.load_backend(backend).rules
         targets = {target for rule in rules for target in rule.kernels}
-        qompose.lower(converted, "torch" if "torch" in targets else "onnx", strict=True)
+        target = "torch" if "torch" in targets else "onnx"
+        qompose.lower(converted, target, strict=target == "torch")  # ONNX Runtime fuses, and is an extra
 """
 """With the names of the backends that must be there; the core alone gets a quantizer written by hand."""
 
