@@ -350,11 +350,12 @@ def table_fault(backend: Backend) -> str | None:
     from qompose.backend.rule import TORCH, Rule, target_faults
     from qompose.spec.quantization_spec import QuantizationConfig
 
-    if not isinstance(backend.configs, Mapping):
-        return f"its configs are {backend.configs!r}; expected a dict by name"
+    configs: object = backend.configs
+    if not isinstance(configs, Mapping):
+        return f"its configs are {configs!r}; expected a dict by name"
     tables: tuple[tuple[str, Any, type, str], ...] = (
         ("rules", backend.rules, Rule, "qompose.backend.Rule"),
-        ("configs", backend.configs.values(), QuantizationConfig, "QuantizationConfig"),
+        ("configs", configs.values(), QuantizationConfig, "QuantizationConfig"),
         ("targets", backend.targets, Target, "qompose.backend.Target"),
     )
     for name, table, kind, expected in tables:

@@ -285,16 +285,15 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
         inner = self.activation_post_process
         ends = torch.stack([inner.minimum, inner.maximum], dim=-1).float().reshape(-1, 2)
         on = ends.new_ones(1, dtype=torch.long)
-        low, high = (
-            end.clone() for end in ends.unbind(1)
-        )  # it writes to these, and to the next two
+        # It writes to these four.
+        low, high = (end.clone() for end in ends.unbind(1))
         scale, zero_point = torch.ones_like(low), torch.zeros_like(low, dtype=torch.int32)
-        bounds = self.quant_min, self.quant_max
+        assert self.quant_min is not None and self.quant_max is not None
         torch.fused_moving_avg_obs_fake_quant(
-            *(ends, on, on, low, high, scale, zero_point, 1.0, *bounds, 0),
+            ends, on, on, low, high, scale, zero_point, 1.0, self.quant_min, self.quant_max, 0,
             per_row_fake_quant=self.per_channel,
             symmetric_quant=self.qscheme in SYMMETRIC,
-        )
+        )  # fmt: skip
         shape = inner.minimum.shape
         return scale.reshape(shape), zero_point.reshape(shape)
 
