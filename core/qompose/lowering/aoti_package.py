@@ -135,9 +135,9 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
     Raises:
         CompilationError: torch made a constant of a buffer that the method writes to.
     """
-    from torch._inductor import package
+    from torch._inductor.package.package import load_package
 
-    run = package.load_package(file, name or _ALONE)
+    run = load_package(file, name or _ALONE)
     own = {path: state[path] for path in sorted(written_buffers(part.graph.graph))}
     if not own:
         return run
