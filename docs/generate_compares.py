@@ -46,7 +46,11 @@ def page() -> str:
         "",
         "## Speed",
         _tally(found),
-        *_accuracy(),
+        "## Accuracy",
+        "",
+        " and ".join(f"[{Path(name).stem}](../benchmarks/results/{name})" for name in ACCURACY)
+        + " have the SQNR and the task's own measure on data that no engine was calibrated on.",
+        "",
         "## Coverage",
         "",
         *_ecosystem(ECOSYSTEM.read_text("utf-8")),
@@ -70,36 +74,8 @@ def _link(result: Result) -> str:
     return f"[{result.title}](../benchmarks/results/{result.name}.md)"
 
 
-ENGINES = ("x86", "xnnpack", "torchao x86", "torchao xnnpack", "nncf", "onnxruntime")
-"""The columns of the table of accuracy, each engine with its defaults."""
 ACCURACY = ("accuracy.md", "sentence_encoder.md")
-"""Its pages."""
-BATCHES = "8"
-"""Of calibration; the pages have figures for others, too."""
-
-
-def _accuracy() -> Iterator[Block]:
-    """Yield the SQNR of each engine on each task, from the pages of the benchmark."""
-    paths = [RESULTS / name for name in ACCURACY]
-    found: dict[str, dict[str, str]] = {}
-    for part in (part for path in paths for part in path.read_text("utf-8").split("\n## ")[1:]):
-        task, *lines = part.splitlines()
-        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
-        place = next((row.index("SQNR, dB") for row in cells if "SQNR, dB" in row), None)
-        rows = [r for r in cells if place is not None and r[0] in ENGINES and r[1] == BATCHES]
-        found[task] = {row[0]: row[place] for row in rows if place is not None}
-    pages = " and ".join(f"[{path.stem}](../benchmarks/results/{path.name})" for path in paths)
-    yield "## Accuracy"
-    yield ""
-    yield (
-        f"SQNR in dB of Q/DQ models calibrated with {BATCHES} batches, default settings, on data that no "
-        f"engine was calibrated on ({pages}). `x86` and `xnnpack` are ours."
-    )
-    kept = {task: row for task, row in found.items() if row}
-    yield Table(
-        ("task", *ENGINES),
-        tuple((task, *(row.get(name, "") for name in ENGINES)) for task, row in kept.items()),
-    )
+"""The pages with the SQNR of each engine on each task."""
 
 
 def _tally(found: list[Result]) -> Table:

@@ -364,7 +364,7 @@ def _reshape(user: Node, value: Node, dim: int, inner: int) -> Passed:
     if before == after:
         return dim, inner
     if not fixed or not kept or after[-1] != before[dim] * math.prod(behind):
-        raise NotEqualizable(f"{describe(user)} takes channels apart or puts them together")
+        raise NotEqualizable(f"{describe(user)} splits or merges channels")
     return dim, inner * math.prod(behind)
 
 

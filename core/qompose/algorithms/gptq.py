@@ -130,8 +130,8 @@ class GPTQ(Algorithm):
                 raise ConfigError(f"{name} of GPTQ must be True or False, got {given!r}")
         if self.act_order and not self.static_groups:
             raise ConfigError(
-                "static_groups=False of GPTQ needs act_order=False: columns of a group have to be rounded "
-                "one after another for its scale to come from what they have become"
+                "static_groups=False of GPTQ requires act_order=False: a group's scale comes from its "
+                "updated weights, so its columns have to be rounded one after another"
             )
 
     def _check_numbers(self) -> None:
@@ -562,8 +562,8 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed.any()):
         raise NotChanged(
-            "second moments of its input have no full rank: calibrate with more data, or give GPTQ a larger "
-            "damping"
+            "the matrix of its input's second moments is singular: calibrate with more data, or give GPTQ "
+            "a larger damping"
         )
     del shrunk
     root: Tensor = lower.flip(1, 2)

@@ -171,7 +171,7 @@ def _pad(site: Site) -> Sum:
     x = site.integers(site.arguments["self"])
     mode, value = site.arguments.get("mode", "constant"), site.arguments["value"]
     if mode != "constant" or value not in (None, 0) or not isinstance(x.grid.zero_point, int):
-        raise NotLowerable("it pads with something else than zeros of one known zero point")
+        raise NotLowerable("it pads with something other than zeros of one known zero point")
     pad = cast(Any, aten.constant_pad_nd.default)
     padded = pad(x.values, site.arguments["pad"], x.grid.zero_point)
     return integer_arithmetic.value_of_integers(replace(x, values=padded))

@@ -190,7 +190,7 @@ def _by_method(
         if (named := order_dependent(methods[name])) or learns(record.plan):
             what = "; ".join(named) or "an algorithm that learns from all data at once"
             raise CalibrationError(
-                f"what several methods saw cannot be put together for {what} (method {name!r}): give batches "
+                f"statistics of several methods cannot be merged for {what} (method {name!r}): give batches "
                 "for one method"
             )
     return batches
@@ -204,7 +204,7 @@ def _going_by_all(methods: Mapping[str, GraphModule], ran: list[str]) -> dict[st
         seen = first.merged(*(replace(o, fingerprint=first.fingerprint) for o in others))
     except StatisticsError as error:
         raise CalibrationError(
-            f"what the methods {', '.join(ran)} saw cannot be put together: {error}. Give batches for one "
+            f"statistics of the methods {', '.join(ran)} cannot be merged: {error}. Give batches for one "
             "of them"
         ) from error
     for name, method in methods.items():

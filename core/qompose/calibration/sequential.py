@@ -155,7 +155,9 @@ class _Walk:
                 product = operands_of(found, number)
                 weight_group(found, product)
                 if product.node.graph is not found.model.graph:
-                    raise NotChanged("it is in a body of control flow, which runs as a whole")
+                    raise NotChanged(
+                        "it is in a subgraph of control flow (torch.cond, while_loop), which runs as a whole"
+                    )
                 if product.node.name not in self.quantized.place:
                     raise NotChanged("an observer of another package replaced it")
                 yield _Asked(algorithm, part, product)

@@ -170,7 +170,7 @@ def _name_of(
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"{said} is in several bodies of the program: {', '.join(found)}")
+        raise ConfigError(f"{said} is in several subgraphs of the program: {', '.join(found)}")
     raise ConfigError(f"the program has no {said}")
 
 

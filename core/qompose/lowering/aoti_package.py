@@ -143,7 +143,7 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
         return run
     if lost := own.keys() - {*run.get_constant_fqns()}:
         raise CompilationError(
-            f"torch made a constant of {', '.join(sorted(lost))}, which the program writes to. "
+            f"AOTInductor folded {', '.join(sorted(lost))} into a constant, and the program mutates it. "
             'mode="default" keeps it; or pass the state in and out as arguments and results.'
         )
     if name == ONLY:
@@ -225,8 +225,8 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         other = seen.setdefault(value.untyped_storage().data_ptr(), path)
         if other != path and value.numel():
             raise CompilationError(
-                f"A package gives each buffer memory of its own, and the program writes to {other} and "
-                f'{path}, which share theirs. mode="default" keeps that.'
+                f"AOTInductor packages do not keep aliasing, and the program mutates {other} and {path}, "
+                'which share storage. mode="default" keeps it.'
             )
 
 
@@ -234,9 +234,9 @@ def _check_reads(part: Part) -> None:
     """Raise CompilationError where torch would compute with a buffer's initial value in all calls (2.13)."""
     if read := sorted(read_before_written(part.graph.graph)):
         raise CompilationError(
-            f"A package takes what the program reads of {', '.join(read)} before it writes there for a "
-            'constant. mode="default" does not; or write what depends on inputs first; or pass the state in '
-            "and out as arguments and results."
+            f"AOTInductor makes constants of buffers that a program reads before it writes them: "
+            f'{", ".join(read)}. Use mode="default", write first, or pass the state in and out as '
+            "arguments and results."
         )
 
 

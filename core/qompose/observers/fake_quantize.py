@@ -397,7 +397,7 @@ class LearnableFakeQuantize(FakeQuantize):
         blocks = getattr(self.activation_post_process, "block_size", None) is not None
         if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
             raise ConfigError(
-                f"LearnableFakeQuantize learns the scale of integers per tensor or per channel, and this is "
+                f"LearnableFakeQuantize needs static integers per tensor or per channel, got one that is "
                 f"{'dynamic' if self.is_dynamic else 'in blocks' if blocks else str(self.dtype)}"
             )
         self.use_grad_scaling = use_grad_scaling

@@ -217,7 +217,7 @@ class PerChannelHistogramObserver(SearchingObserver):
     ) -> None:
         super().__init__(dtype, **arguments)
         if self.qscheme in FLOAT_ZERO_POINT:
-            raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
+            raise ConfigError(f"{type(self).__name__} does not support qscheme {self.qscheme}")
         self.ch_axis, self.power = ch_axis, power
         self.histograms = ChannelHistograms()
 

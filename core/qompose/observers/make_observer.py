@@ -124,10 +124,10 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
         return
     dtype = getattr(observer, "dtype", spec.dtype)
     if _UNDERLYING.get(dtype, dtype) != spec.dtype:
-        raise ConfigError(f"its observer is a {kind} of {dtype}, and it is {describe_spec(spec)}")
+        raise ConfigError(f"its observer, {kind}, has dtype {dtype}, unlike {describe_spec(spec)}")
     if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
         raise ConfigError(
-            f"its observer is a {kind}, whose formula for {spec.qscheme} supposes quant_min=0, unlike "
+            f"its observer, {kind}, assumes quant_min=0 for {spec.qscheme}, unlike "
             f"{describe_spec(spec)}: use integers that begin at 0, or an observer of qompose.observers"
         )
 

@@ -108,7 +108,7 @@ class Observer(ObserverBase):
         if dtype not in CASTS:
             self.quant_min, self.quant_max = quantized_range(dtype, quant_min, quant_max)
         if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
-            raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
+            raise ConfigError(f"{type(self).__name__} does not support qscheme {self.qscheme}")
         self.screen = Screen()
         self.set_range: tuple[float, float] | None = None
         self._seen: tuple[int, int] | None = None

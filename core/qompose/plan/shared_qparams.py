@@ -90,7 +90,7 @@ def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> N
         first = next(iter(counts))
         if count != counts[first]:
             raise SharingError(
-                f"{solver.who(first)} and {solver.who(point)} share parameters, which are "
+                f"{solver.who(first)} and {solver.who(point)} share quantization parameters, which are "
                 f"{describe_spec(group.spec)}: one has {counts[first]} of them, the other {count}"
             )
 
@@ -177,8 +177,8 @@ class _Solver:
                 (target,) = spec.references
                 if target not in self.sets:
                     raise SharingError(
-                        f"{self.who(point)} shares the parameters of {target}, which no quantizer "
-                        "annotates. Annotate it too, or give this tensor its own specification."
+                        f"{self.who(point)} shares the quantization parameters of {target}, which no "
+                        "quantizer annotates. Annotate it too, or give this tensor its own specification."
                     )
                 self.join(point, target)
 
@@ -235,7 +235,9 @@ class _Solver:
         spec = self.concrete.get(self.find(points[0]))
         if spec is None:
             chain = ", ".join(self.who(point) for point in points)
-            raise SharingError(f"These share parameters with one another and none has any: {chain}")
+            raise SharingError(
+                f"Shared specifications form a cycle in which none has quantization parameters: {chain}"
+            )
         claims = tuple(sorted({self.claim_of[point] for point in points}))
         return Group(tuple(points), spec.spec, claims)
 

@@ -170,7 +170,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
         return
     left = [row for row in found.rows if row.state == FLOAT and (row.macs or part == 0)]
     raise NothingQuantizedError(
-        f"{part:.1%} of all {what} are quantized, expected {min_fraction:.1%}:\n{_listed(left)}"
+        f"{part:.1%} of all {what} are quantized, expected at least {min_fraction:.1%}:\n{_listed(left)}"
     )
 
 
@@ -201,7 +201,7 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     if part >= min_fraction and not (min_fraction == 1.0 and behind):
         return
     raise NotLoweredError(
-        f"{part:.1%} of all {what} run on int8 kernels, expected "
+        f"{part:.1%} of all {what} run in int8 kernels, expected at least "
         f"{min_fraction:.1%}:\n{_listed(behind or [*found.rows])}"
     )
 

@@ -359,7 +359,10 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
             f"dynamic quantization is to integers: no operator chooses scales of {spec.dtype}"
         )
     if spec.qscheme in FLOAT_ZERO_POINT:
-        raise ConfigError(f"{spec.qscheme} is for parameters: zero points at run time are integers")
+        raise ConfigError(
+            f"{spec.qscheme} has float zero points, which only weights may have, not activations "
+            "at run time"
+        )
     if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
         return
     if spec.block_size is None or set(spec.block_size) != {-1}:
@@ -369,8 +372,8 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         )
     if (spec.dtype, low, high) != (torch.int8, -128, 127):
         raise ConfigError(
-            f"dynamic quantization per {'token' if spec.block_size == (-1,) else 'item'} is int8 "
-            f"[-128, 127], not {spec.dtype} [{low}, {high}]"
+            f"dynamic quantization per {'token' if spec.block_size == (-1,) else 'item'} must be int8 "
+            f"[-128, 127], got {spec.dtype} [{low}, {high}]"
         )
 
 

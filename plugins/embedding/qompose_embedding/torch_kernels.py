@@ -103,7 +103,7 @@ def _packed(region: Region) -> tuple[TableFormat, Node]:
     table = region.quantized("weight")
     form, device = format_of(table), table.tensor.device
     if device.type != "cpu":
-        raise NotLowerable(f"torch has kernels for packed rows on processors, and not on {device}")
+        raise NotLowerable(f"torch's kernels for packed rows run on the CPU only, got {device}")
     others = _others(region)
     if others:
         raise NotLowerable(f"{', '.join(others)} would need another copy of the table")

@@ -108,8 +108,8 @@ def _check_shifts(model: ir.Model, program: ExportedProgram) -> None:
         names = {origins.get(name, name) for name in shifts}
         places = [_place(node) for node in _calls(program) if node.name in names]
         raise ONNXTargetError(
-            f"{', '.join(places or sorted(names))}: runtimes do not agree on shifts whose bits a tensor "
-            "says. Shift by a number, not in place, or multiply and divide by powers of two"
+            f"{', '.join(places or sorted(names))}: ONNX runtimes disagree on bit shifts by a "
+            "tensor. Shift by a Python int, out of place, or multiply or divide by a power of two"
         )
 
 

@@ -320,7 +320,7 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
             return target
         if target not in known or target in visited:
             raise SharingError(
-                f"{start.point} shares the parameters of {target}, which has none. Annotate "
+                f"{start.point} shares the quantization parameters of {target}, which has none. Annotate "
                 "that too, or give this tensor its own specification."
             )
         visited.add(target)

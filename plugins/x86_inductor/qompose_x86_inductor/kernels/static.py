@@ -175,7 +175,7 @@ def requantization(region: Region) -> list[Any]:
     if output is None:
         return [1.0, 0, None]
     if output.dtype not in QUANTIZED:
-        raise NotLowerable(f"consumers want {output.dtype}, which the kernel does not make")
+        raise NotLowerable(f"its users expect {output.dtype}, which the kernel cannot output")
     return [output.scale, output.zero_point, output.dtype]
 
 

@@ -88,8 +88,8 @@ def _check_scales(graph: Graph) -> None:
         if len(known) > 1:
             each = ", ".join(f"{pair} in {name}" for pair, name in known.items())
             raise ExecutorchTargetError(
-                f"the integers of {source.name} have different scales or zero points: {each}. XNNPACK "
-                "would use one for all; make them inputs of their own, or quantize their real values for each"
+                f"{source.name} is dequantized with different scales or zero points: {each}. XNNPACK has one "
+                "pair per tensor. Pass an input for each, or pass floats and quantize them for each use"
             )
 
 
