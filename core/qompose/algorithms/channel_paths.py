@@ -213,6 +213,8 @@ def _alone(node: Node, following: Node, rows: Mapping[Node, Rows], scaled: Tenso
     if sum(read is node for read in _read(following)) != 1:
         return False
     for user in (user for user in _reading(node) if user is not following):
+        if user.op == "output":
+            return False
         if not isinstance(value_of(user), (Tensor, tuple, list)):
             continue  # a size
         moved = _handed_on(user, rows) if user.target in _MOVES else None

@@ -121,10 +121,15 @@ def calibrate(
         options = (transform, limit, progress, resume, sharded, timeout)
         return _calibrated(prepared, batches, *options)
     given = _by_method(prepared, batches, resume)
-    for name, own in given.items():
-        with in_method(name):
-            _calibrated(prepared[name], own, transform, limit, progress, None, sharded, timeout)
-    return _going_by_all(prepared, [*given])
+    before = [state for model in prepared.values() for state in states_of(model)]
+    try:
+        for name, own in given.items():
+            with in_method(name):
+                _calibrated(prepared[name], own, transform, limit, progress, None, sharded, timeout)
+        return _going_by_all(prepared, [*given])
+    except Exception:
+        restore(before)
+        raise
 
 
 def _calibrated(
@@ -187,6 +192,11 @@ def _by_method(
             record = prepared_record(methods[name], "calibrate")
         if len(batches) == 1 or name not in batches:
             continue
+        if len(statistics(methods[name])):
+            raise CalibrationError(
+                f"the observers of method {name!r} have statistics already, of which each method would add "
+                "those of the others again: prepare the methods again, or give batches for one method"
+            )
         if (named := order_dependent(methods[name])) or learns(record.plan):
             what = "; ".join(named) or "an algorithm that learns from all data at once"
             raise CalibrationError(

@@ -313,6 +313,23 @@ def test_what_no_factor_passes_through_has_a_product_in_the_graph(name: str) -> 
     assert sqnr(model(other), scaled(other)) > sqnr(model(other), plain(other)) - 0.5
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_the_program_returns_keeps_its_values(moved: bool) -> None:
+    def returned(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.first(x)
+        return m.second(y.relu()), y.view(-1, 48) if moved else y
+
+    layers = {"first": nn.Linear(48, 48), "second": nn.Linear(48, 24)}
+    model = seeded(Model(returned, **layers))
+    with torch.no_grad():
+        model.first.weight[:4] *= 60
+    x = randn(256, 48)
+    made = converted(model, replace(AWQ, algorithms=("awq",)), x)
+    plain = converted(model, replace(AWQ, algorithms=()), x)
+    assert torch.equal(made(x)[1], plain(x)[1])
+    assert not any("first.weight" in line for line in said(made)[0])
+
+
 def test_reports_and_questions_know_the_factors(tmp_path: Path) -> None:
     """Sensitivity, compare, and a file."""
     model = behind(nn.LayerNorm(48), nn.Linear(48, 24))

@@ -182,6 +182,17 @@ class TestCalibrated:
         for method in prepared.values():
             assert not qompose.statistics(method).diff(alone[0].merged(alone[1]))
 
+    def test_nothing_counts_twice(self, prepared: Any) -> None:
+        """Nor after a failure of one method, which leaves all as they were."""
+        with pytest.raises(CalibrationError, match="method 'token'"):
+            qompose.calibrate(prepared, {"prompt": [PROMPT], "token": []})
+        assert not any(len(qompose.statistics(method)) for method in prepared.values())
+        given = {"prompt": [PROMPT], "token": TOKENS}
+        seen = qompose.statistics(qompose.calibrate(prepared, given)["prompt"])
+        with pytest.raises(CalibrationError, match="statistics already"):
+            qompose.calibrate(prepared, given)
+        assert not qompose.statistics(prepared["prompt"]).diff(seen)
+
     @pytest.mark.parametrize("batches", [{}, {"prmpt": [PROMPT]}, [PROMPT]])
     def test_batches_of_no_method(self, prepared: Any, batches: Any) -> None:
         with pytest.raises(UserError, match="prompt, token"):
