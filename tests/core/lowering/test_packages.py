@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-import torch._inductor.package
+import torch._inductor.package.package
 from qompose import UserError
 from qompose.errors import CompilationError, InputError
 from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported
@@ -239,7 +239,7 @@ class TestRefusals:
             raise RuntimeError("not today")
 
         monkeypatch.setattr(torch._inductor, "aot_compile", lambda *args, **options: [])
-        monkeypatch.setattr(torch._inductor.package, "load_package", fail)
+        monkeypatch.setattr(torch._inductor.package.package, "load_package", fail)
         path = tmp_path / "model.pt2"
         path.write_text("before")
         with pytest.raises(CompilationError, match="not today"):
@@ -302,7 +302,9 @@ def test_a_simulated_region_needs_no_operator_of_its_own(
 
     if not compiles:
         monkeypatch.setattr(torch._inductor, "aot_compile", write)
-        monkeypatch.setattr(torch._inductor.package, "load_package", lambda path, name: given[0])
+        monkeypatch.setattr(
+            torch._inductor.package.package, "load_package", lambda path, name: given[0]
+        )
     weight = qompose.QuantizationSpec(
         torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
         torch.per_channel_symmetric, block_size=(2, 2),
