@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vectors of LANES numbers of 32 bits, each of which may stand for four bytes, and the sums of products of
-// bytes. It is the only place that knows instruction sets: of kernels written with it there is one each.
+// bytes. Of a kernel written with it there is one for all instruction sets; packed_linear.h and attention.h
+// have their own.
 //
 // The program says for which set it packed weights, and this file is compiled for no other:
 //

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ of packed_linear.h: as a function of this process, and for programs that torch compiles.
 
-It is for any processor, and fast with AVX-512. torch's compiler for C++ compiles it on first use, some
+It is for any processor, and fast with AVX2 and AVX-512. torch's compiler for C++ compiles it on first use, some
 seconds, and keeps the result in its cache on disk.
 """
 

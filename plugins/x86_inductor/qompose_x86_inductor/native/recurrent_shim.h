@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator qompose_x86::native_recurrent for compiled programs: its arguments, as recurrent.py gives
-// them.
+// The operators qompose_x86::native_lstm and native_gru for compiled programs: their arguments, as
+// recurrent.py gives them.
 #pragma once
 
 namespace qompose_x86 {
