@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ of packed_linear.h: as a function of this process, and for programs that torch compiles.
 
-It is for any processor, and fast with AVX2 and AVX-512. torch's compiler for C++ compiles it on first use, some
-seconds, and keeps the result in its cache on disk.
+It is for any processor, and fast with AVX2 and AVX-512. torch's compiler for C++ compiles it on first use,
+some seconds, and keeps the result in its cache on disk.
 """
 
 from __future__ import annotations
