@@ -637,6 +637,7 @@ def _sample(observer: Any, dim: int) -> RowSample:
         raise NotKnown("no rows of its input were kept")
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
         raise NotChanged(
-            f"{sample.examples} different examples were seen, and {FEWEST_EXAMPLES} are needed"
+            f"calibration saw too few different examples: {sample.examples}, and {FEWEST_EXAMPLES} are "
+            "needed"
         )
     return sample

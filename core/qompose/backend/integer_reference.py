@@ -140,7 +140,7 @@ def _mean(site: Site) -> Sum:
         raise NotLowerable("it is a mean over everything, or in another dtype")
     count = math.prod(shape[dim] for dim in dims)
     if not isinstance(count, int) or count == 0:
-        raise NotLowerable("how many values it averages is known only at run time, or zero")
+        raise NotLowerable("the number of values it averages is zero, or known only at run time")
     return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, dims, keepdim)
 
 

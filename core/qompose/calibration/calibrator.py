@@ -306,8 +306,8 @@ def _check_unused(**options: object) -> None:
     given = [f"{name}=" for name, value in options.items() if value is not None]
     if given:
         raise UserError(
-            f"{', '.join(given)} is for batches, and calibrate was given the statistics of an earlier "
-            "calibration: leave it out"
+            f"{', '.join(given)} can only be used with batches, and calibrate was given saved statistics: "
+            f"remove {', '.join(given)}"
         )
 
 

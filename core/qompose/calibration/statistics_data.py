@@ -138,8 +138,8 @@ class Statistics:
             for site in entry.sites:
                 if groups.get(site, entry.sites) != entry.sites:
                     raise StatisticsError(
-                        f"the two share the range of {site} with different tensors, so they come from "
-                        "different quantizers: calibrate both parts with one of them"
+                        f"these statistics come from different quantizers: each groups {site} with "
+                        "different tensors. Calibrate both parts with the same quantizer"
                     )
             mine = found.get(entry.sites)
             try:

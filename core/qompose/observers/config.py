@@ -188,7 +188,7 @@ def weight_spec(
     """
     estimated = weight_observer_for_range(range, per_channel=per_channel)
     if not symmetric and group_size is None:
-        raise ConfigError("symmetric=False needs group_size: only groups have zero points")
+        raise ConfigError("symmetric=False needs group_size: other weights have no zero points")
     if group_size is not None:
         if range != "minmax":
             raise ConfigError(

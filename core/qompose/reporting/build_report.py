@@ -48,7 +48,7 @@ def report(model: Any) -> Report:
     record = meta.get(META_KEY) if isinstance(meta, dict) else None
     if not isinstance(record, Record):
         raise StageError(
-            f"{type(model).__name__} carries no record of a quantization: pass what prepare_pt2e, "
+            f"{type(model).__name__} has no quantization record: pass what prepare_pt2e, "
             f"convert_pt2e, lower or load returned{one_of(model)}"
         )
     plan = record.plan
@@ -89,7 +89,9 @@ def one_of(model: Any) -> str:
     methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
     if not isinstance(methods, Mapping) or not methods:
         return ""
-    return f"; of a program of several methods pass one of them: {', '.join(map(str, methods))}"
+    return (
+        f"; this program has several methods, so pass one of them: {', '.join(map(str, methods))}"
+    )
 
 
 def _counts(model: Any, record: Record) -> Counts:

@@ -145,9 +145,9 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "A lowered model is saved through the converted model that it was lowered from, which a model "
-            "from load or a pickle does not have. Copy the file, or save the converted model, which "
-            "load(path, as_converted=True) returns, or the result of lower."
+            "This lowered model came from load or a pickle, so it no longer has the converted model that "
+            "save needs. Copy the file; or save what load(path, as_converted=True) returns, or what lower "
+            "makes of it."
         )
     return record.source, record
 

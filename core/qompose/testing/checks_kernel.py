@@ -228,7 +228,7 @@ def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
                 raise
             raise ContractError(
                 f"backend {suite.backend.name!r}, rule {case.rule!r}, target {target!r}",
-                expected=f"{limit}, which `accepts` allows, to work: {failure.expected}",
+                expected=f"{limit} to work, since `accepts` allows it ({failure.expected})",
                 found=failure.found,
                 remedy=f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or correct "
                 "the kernel",

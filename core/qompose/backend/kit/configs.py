@@ -88,7 +88,7 @@ class ConfigOptions:
         check_integers(**self._given("bits", "group_size"))
         if self.weight_only and self.is_dynamic:
             raise ConfigError(
-                "weight_only=True leaves activations in float: it excludes is_dynamic=True"
+                "weight_only=True leaves activations in float, so it excludes is_dynamic=True"
             )
         if self.per_token and not self.is_dynamic:
             raise ConfigError("per_token=True needs is_dynamic=True: tokens are known at run time")
