@@ -94,10 +94,10 @@ def result_of(name: str, text: str) -> Result | None:
     Raises:
         ValueError: a time is no number.
     """
-    rows = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    rows = _timed(text)
     header = rows[0] if rows else []
     unit = next((each for each in UNITS if each in header), None)
-    if unit is None or not {"model", "engine", "p10", "p90"} <= {*header}:
+    if unit is None:
         return None
     columns = [header.index(each) for each in (unit, "p10", "p90")]
     times: dict[str, list[Time]] = {}
@@ -121,6 +121,13 @@ def result_of(name: str, text: str) -> Result | None:
         times,
         failed,
     )
+
+
+def _timed(text: str) -> list[list[str]]:
+    """Return the rows of all tables with times of engines, heads included."""
+    found = re.findall(r"(?:^\|.*\n)+", f"{text}\n", re.MULTILINE)
+    tables = [[*map(_cells, table.splitlines())] for table in found]
+    return [row for t in tables if {"model", "engine", "p10", "p90"} <= {*t[0]} for row in t]
 
 
 def _cells(line: str) -> list[str]:

@@ -22,7 +22,7 @@ from tests.core.live_bytes import LiveBytes
 from tests.core.toy import LINEAR, SIGMOID, Model, export, prepare, randn, seeded, toy
 from tests.sampling import at_once
 
-FEW, MANY, ROWS_OF_BATCH = 10, 30, 256
+FEW, MANY, ROWS_OF_BATCH = 20, 60, 256
 LAYERS = {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8)}
 NET = seeded(Model(lambda m, x: m.second(torch.sigmoid(m.first(x))), **LAYERS))
 PROGRAM = export(NET, randn(4, 6), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -75,7 +75,7 @@ def test_the_most_memory_does_not_depend_on_the_number_of_batches(
 ) -> None:
     assert FEW * ROWS_OF_BATCH >= 8 * MOST, "the sample of rows is full after few batches"
     few, many = (peak(prepare(PROGRAM, QUANTIZERS[name]), number) for number in (fewer, more))
-    assert many <= 1.05 * few  # some hundred rows wait to be sorted, or have just been
+    assert many <= 1.1 * few  # up to four times MOST rows wait to be sorted, or have just been
     observers = prepare(PROGRAM, QUANTIZERS[name]).modules()
     balanced = any(isinstance(module, PerChannelRangeObserver) for module in observers)
     assert balanced == (name == "balanced")

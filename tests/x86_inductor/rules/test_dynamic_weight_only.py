@@ -181,7 +181,7 @@ def test_rows_may_be_symmetric() -> None:
     converted, lowered = quantized(model, config, x)
     (call,) = [node for node in lowered.graph.nodes if node.op == "call_function"]
     assert call.target is linear_packed.OPERATOR
-    sizes = linear_packed.Sizes(*call.args[-1])  # type: ignore[misc]
+    sizes = linear_packed.LinearSizes(*call.args[-1])  # type: ignore[misc]
     assert sizes.rows == linear_packed.Rows.SYMMETRIC
     assert sqnr(converted(x), lowered(x)) > 90
 
