@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +100,7 @@ class Question:
         """Return whether a rule is meant: by its name, its drawing, or the operators of a variant."""
         if self.text and self.text in (rule.name, rule.drawing):
             return True
-        with naming(rule):
-            asked = [*filter(self._may_call, rule.patterns)]
-            found = [map(str, calls) for pattern in asked for calls in _calls(pattern)]
-        return any(self._are(tuple(calls)) for calls in found)
+        return any(map(self._are, sequences(rule, self._may_call)))
 
     def _are(self, calls: Sequence[str]) -> bool:
         return len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
@@ -203,10 +200,17 @@ def _with_in_place(operator: str) -> frozenset[str]:
     return frozenset({operator, f"{operator}_"})
 
 
-def sequences(rule: Rule) -> tuple[tuple[str, ...], ...]:
-    """Return the operators that a rule's patterns call, in their order, for each variant."""
+def sequences(
+    rule: Rule, asked: Callable[[Pattern | OperatorPattern], bool] | None = None
+) -> tuple[tuple[str, ...], ...]:
+    """Return the operators that a rule's patterns call, in their order, for each variant.
+
+    Args:
+        asked: which patterns count; None: all.
+    """
     with naming(rule):
-        found = [calls for pattern in rule.patterns for calls in _calls(pattern)]
+        patterns = [p for p in rule.patterns if asked is None or asked(p)]
+        found = [calls for pattern in patterns for calls in _calls(pattern)]
     return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
 
 
