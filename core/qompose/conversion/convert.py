@@ -573,7 +573,7 @@ class _QDQInserter:
         with node.graph.inserting_before(node):
             if constant is not None and self.fold_quantize:
                 small = self._buffer(f"{value.target}_half", constant.detach().to(dtype), reader)
-                if to is convert_without_fusing:  # whose compiler looks for a parameter cast twice
+                if to is convert_without_fusing:  # compilers look for a parameter cast twice
                     casts = [(wide, _to), (dtype, to), (wide, to)]
             else:
                 small = _cast_to(value, dtype, reader, example, to)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.errors import StatisticsError
-from qompose.observers.row_sample import example_hashes, examples_of
+from qompose.observers.row_sample import ODD, example_hashes, examples_of, scrambled
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import free_attribute, get_attribute, owner_of, value_of
 from qompose.program.meta import tag, tag_of
@@ -148,7 +148,6 @@ class MeanObserver(_SumObserver):
 
 SKETCHED = 32
 """Sums of rows with signs; what they say of an error is off by the root of 2/32, of many errors by less."""
-_ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ class MomentObserver(_SumObserver):
                     total[half].baddbmm_(rows.transpose(1, 2), rows)
                     count[half] += rows.shape[1]
                 else:
-                    rows, signs = _distinct(some, self.columns.dim)
+                    rows, signs = distinct_rows(some, self.columns.dim)
                     sums = [rows.sum(0, keepdim=True), rows.square().sum(0, keepdim=True)]
                     total[half] += torch.cat([*sums, signs.T @ rows])
                     count[half] += len(rows)
@@ -314,13 +313,11 @@ def examples_in_parts(x: Tensor, hashes: Tensor, columns: Columns, half: int) ->
     return [some[first : first + most] for first in range(0, len(some), most)]
 
 
-def distinct_rows(x: Tensor, dim: int) -> Tensor:
-    """Return the rows of channels along `dim`, those of one example that are equal once, `(N, C)`."""
-    return _distinct(x.double(), dim)[0]
+def distinct_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return different rows of each example in float64, `(N, C)`, and the signs of each, `(N, 32)`.
 
-
-def _distinct(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return different rows of each example in float64, `(N, C)`, and the signs of each, `(N, 32)`."""
+    Rows are the channels along `dim`.
+    """
     rows = examples_of(x.double(), dim)
     rows = rows.reshape(len(rows), -1, rows.shape[-1])
     # Different rows have different products with numbers that are no multiples of one another.
@@ -335,9 +332,7 @@ def _distinct(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def _signs(hashes: Tensor, places: Tensor) -> Tensor:
     """Return signs for rows of examples, `(N, 32)`: bits of a mixture of the example's hash and the place."""
-    mixed = (hashes + (places + 1) * _ODD) * _ODD
-    mixed = (mixed ^ (mixed >> 29)) * _ODD
-    mixed = (mixed ^ (mixed >> 32)) * _ODD
+    mixed = scrambled((hashes + (places + 1) * ODD) * ODD) * ODD
     bits = torch.arange(24, 24 + SKETCHED, device=mixed.device)
     return 1 - 2 * (mixed[:, None] >> bits & 1)
 

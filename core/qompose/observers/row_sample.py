@@ -30,7 +30,7 @@ PER_EXAMPLE = 1024
 """The most rows of one example that are looked at."""
 _HASHED = 256
 """The most values of an example that its hash is made of."""
-_ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
+ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
 _SMALLEST = 2.0**-126
 _STRATUM, _ROW, _EXAMPLE = range(3)
 
@@ -236,8 +236,8 @@ def _weights(size: int, device: torch.device) -> Tensor:
 
     They are scrambled, because of numbers in equal distances many sets have the same sum.
     """
-    number = torch.arange(1, size + 1, device=device) * _ODD
-    number = (number ^ (number >> 29)) * _ODD
+    number = torch.arange(1, size + 1, device=device) * ODD
+    number = (number ^ (number >> 29)) * ODD
     return (number >> 32 | 1).to(torch.int32)
 
 
@@ -245,6 +245,10 @@ def _hashes(x: Tensor) -> Tensor:
     """Return a hash of the bits of each row of float32 values, on the CPU; integers wrap around."""
     bits = (x + 0.0).contiguous().view(torch.int32)  # -0.0 is the same number as 0.0
     bits = bits ^ (bits >> 23)  # small whole numbers have nothing but zeros in their low bits
-    mixed = (bits * _weights(x.shape[1], x.device)).sum(1, dtype=torch.int64)
-    mixed = (mixed ^ (mixed >> 29)) * _ODD
-    return (mixed ^ (mixed >> 32)).cpu()
+    return scrambled((bits * _weights(x.shape[1], x.device)).sum(1, dtype=torch.int64)).cpu()
+
+
+def scrambled(numbers: Tensor) -> Tensor:
+    """Return int64 numbers whose low bits depend on all bits of those that are given."""
+    mixed = (numbers ^ (numbers >> 29)) * ODD
+    return mixed ^ (mixed >> 32)
