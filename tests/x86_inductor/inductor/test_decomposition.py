@@ -166,7 +166,7 @@ def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.Monke
 
     model = Model(function, first=nn.Conv2d(channels, 6, 1), second=nn.Linear(20, 20))
     x = randn(3, channels, 5, 4)
-    lowered = small_models.lowered(model, x, reduce_range=True)
+    lowered = small_models.lowered(model, x, isa="avx2")
     prepacked = with_prepack_in_graph(lowered)
     torch.testing.assert_close(prepacked(x), lowered(x), atol=1e-4, rtol=1e-4)
     targets = [node.target for node in torch.export.export(prepacked, (x,)).graph.nodes]
