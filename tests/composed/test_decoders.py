@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose.testing.fixtures import sqnr
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config as x86,
@@ -72,25 +73,24 @@ def _methods(family: str) -> dict[str, torch.export.ExportedProgram]:
         }
 
 
+def _tokens() -> list[dict[str, Tensor]]:
+    """A prompt, and forced tokens after it."""
+    return [_example(PROMPT), *(_example(1, PROMPT + step) for step in range(STEPS))]
+
+
+@torch.no_grad()
 def _logits(runs: Any) -> Tensor:
-    """Of a prompt and of forced tokens after it."""
-    with torch.no_grad():
-        parts = [runs["prefill"](**_example(PROMPT))]
-        parts += [runs["decode"](**_example(1, PROMPT + step)).clone() for step in range(STEPS)]
+    prompt, *others = _tokens()
+    parts = [runs["prefill"](**prompt), *(runs["decode"](**one).clone() for one in others)]
     return torch.cat(parts, 1)
 
 
+@torch.no_grad()
 def _without_cache(family: str) -> Tensor:
     """Of the same tokens at once, by the model that was exported."""
-    parts = [_example(PROMPT)] + [_example(1, PROMPT + step) for step in range(STEPS)]
-    tokens = torch.cat([part["input_ids"] for part in parts], 1)
-    with torch.no_grad():
-        logits: Tensor = _float(family)(input_ids=tokens, use_cache=False).logits
+    ids = torch.cat([part["input_ids"] for part in _tokens()], 1)
+    logits: Tensor = _float(family)(input_ids=ids, use_cache=False).logits
     return logits
-
-
-def _sqnr(wanted: Tensor, actual: Tensor) -> float:
-    return (20 * torch.log10(wanted.norm() / (wanted - actual).norm())).item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,7 +98,7 @@ def test_prompt_and_tokens_on_torch(family: str) -> None:
     """Measured: 8 bits 39.5 to 47 dB, 4 bits 17.5 to 24.8, and 129 or more to the converted model."""
     expected = _without_cache(family)
     floats = {name: program.module() for name, program in _methods(family).items()}
-    assert _sqnr(expected, _logits(floats)) > SAME
+    assert sqnr(expected, _logits(floats)) > SAME
     cases: list[tuple[float, dict[str, Any]]] = [
         (36.0, {}), (14.0, {"group_size": 32, "algorithms": ()}),
     ]  # fmt: skip
@@ -106,5 +106,5 @@ def test_prompt_and_tokens_on_torch(family: str) -> None:
         quantizer = X86InductorQuantizer().set_global(x86(weight_only=True, **words))
         converted = qompose.convert_pt2e(qompose.prepare_pt2e(_methods(family), quantizer))
         actual = _logits(qompose.lower(converted))
-        assert _sqnr(expected, actual) > least
-        assert _sqnr(_logits(converted), actual) > SAME
+        assert sqnr(expected, actual) > least
+        assert sqnr(_logits(converted), actual) > SAME
