@@ -73,23 +73,42 @@ extern "C" AOTITorchError recurrent(int threads, const int64_t* sizes, int64_t s
   });
 }
 
+// What describes attention but its numbers. `sizes`: batches, heads, shared heads, queries, keys, width,
+// value width; `tensors`: queries, keys, values, a mask or null.
+template <typename T, typename Description>
+static Description attention_of(const int64_t* sizes, const void* const* tensors, const int64_t* strides,
+                                int mask_kind) {
+  using namespace qompose_x86;
+  const auto at = [&](int i, auto* data) {
+    const int64_t* s = strides + 4 * i;
+    return Strided<std::remove_pointer_t<decltype(data)>>{data, {s[0], s[1], s[2], s[3]}};
+  };
+  Description a = {{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]}};
+  T* const* data = (T* const*)tensors;
+  a.q = at(0, data[0]);
+  a.k = at(1, data[1]);
+  a.v = at(2, data[2]);
+  a.mask_kind = static_cast<MaskKind>(mask_kind);
+  a.mask = at(3, (uint8_t*)tensors[3]);
+  return a;
+}
+
+extern "C" void float_attention(int threads, const int64_t* sizes, const void* const* tensors,
+                                const int64_t* strides, int mask_kind, bool causal, double scale, void* out) {
+  using namespace qompose_x86;
+  auto a = attention_of<float, FloatAttention>(sizes, tensors, strides, mask_kind);
+  a.causal = causal;
+  a.scale = static_cast<float>(scale);
+  attend(a, out, threads);
+}
+
 #ifdef QOMPOSE_AVX512_VNNI
-// `sizes`: batches, heads, shared heads, queries, keys, width, value width; `numbers`: as in
-// attention.py.
+// `numbers`, `ends`: as in attention.py.
 extern "C" void attention(int threads, const int64_t* sizes, const void* const* tensors,
                           const int64_t* strides, int mask_kind, const int64_t* numbers, const double* ends,
                           void* out) {
   using namespace qompose_x86;
-  const auto operand = [&](int i) {
-    const int64_t* s = strides + 4 * i;
-    return Strided<uint8_t>{static_cast<const uint8_t*>(tensors[i]), {s[0], s[1], s[2], s[3]}};
-  };
-  Attention a = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
-  a.q = operand(0);
-  a.k = operand(1);
-  a.v = operand(2);
-  a.mask_kind = static_cast<MaskKind>(mask_kind);
-  a.mask = operand(3);
-  attend(described(a, numbers, ends), out, threads);
+  attend(described(attention_of<uint8_t, Attention>(sizes, tensors, strides, mask_kind), numbers, ends), out,
+         threads);
 }
 #endif

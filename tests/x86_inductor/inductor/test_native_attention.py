@@ -139,3 +139,84 @@ def test_a_program_of_nothing_but_attention() -> None:
     assert native_calls.options(graph)["cpp_wrapper"]
     targets = [node.target for node in with_prepack_in_graph(graph).graph.nodes]
     assert targets.count(native_attention.attended) == 1
+
+
+def in_float(**options: Any) -> Callable[..., Tensor]:
+    """Attention of four axes between two linears, with options of torch's."""
+
+    def forward(m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        packed = m.packed(x).view(x.shape[0], x.shape[1], HEADS + 2 * SHARED, WIDTH)
+        query, key, value = packed.transpose(1, 2).split([HEADS, SHARED, SHARED], 1)
+        means = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, **options)
+        return m.out(means.transpose(1, 2).reshape(x.shape))
+
+    return forward
+
+
+def left_in_float(
+    forward: Callable[..., Tensor], *given: Tensor, dynamic: bool = False
+) -> GraphModule:
+    """A lowered model whose attention stays in float."""
+    torch.manual_seed(0)
+    module = Model(forward, packed=nn.Linear(COUNT, 2 * COUNT), out=nn.Linear(COUNT, COUNT))
+    batch, length = Dim("batch", max=64), Dim("length", max=99)
+    shapes = ({0: batch, 1: length}, {0: batch, 2: length, 3: length})[: len(given)]
+    model = qompose.quantize(
+        module.eval(), given, backends=x86(), calibration=[given], progress=False,
+        dynamic_shapes=shapes if dynamic else None,
+    ).model  # fmt: skip
+    assert isinstance(model, GraphModule)
+    return model
+
+
+def calls_in_float(model: GraphModule) -> int:
+    """Return how many calls of our attention in float a model for the compiler has."""
+    targets = [node.target for node in with_prepack_in_graph(model).graph.nodes]
+    assert bool(native_calls.options(model))
+    return targets.count(native_attention.attended_in_float)
+
+
+needs_native = pytest.mark.skipif(
+    processor.of_machine() is None, reason="the C++ is not for this processor"
+)
+
+
+@needs_native
+@pytest.mark.parametrize("mode", ["package", pytest.param("default", marks=pytest.mark.full)])
+@pytest.mark.parametrize("floats", [False, True])
+def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
+    model = left_in_float(in_float(), *inputs(4, 9, floats=floats), dynamic=True)
+    assert calls_in_float(model) == 1
+    path = tmp_path / "model.pt2" if mode == "package" else None
+    assert_same(qompose.compile_lowered(model, mode, path=path), model, floats=floats)
+
+
+@needs_native
+def test_causal_attention_in_float_without_a_mask() -> None:
+    x = inputs(2, 12, floats=True)[0]
+    model = left_in_float(in_float(is_causal=True, scale=0.1), x)
+    assert calls_in_float(model) == 1
+    expected = model(x)
+    assert (qompose.compile_lowered(model)(x) - expected).norm() / expected.norm() < 0.01
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(native_attention.FEWEST_QUERIES - 1, {}), (12, {"dropout_p": 0.1})],
+    ids=["few queries", "dropout"],
+)
+def test_attention_that_stays_torchs(length: int, options: dict[str, Any]) -> None:
+    x = inputs(2, length, floats=True)[0]
+    assert calls_in_float(left_in_float(in_float(**options), x)) == 0
+
+
+@needs_native
+def test_heads_that_repeat_stay_torchs() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        heads = m.packed(x).unflatten(-1, (2 * HEADS, WIDTH)).transpose(1, 2)
+        key = heads[:, :1]
+        means = F.scaled_dot_product_attention(heads[:, :HEADS], key, key)
+        return m.out(means.transpose(1, 2).flatten(2))
+
+    assert calls_in_float(left_in_float(forward, inputs(2, 12, floats=True)[0])) == 0

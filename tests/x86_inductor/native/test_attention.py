@@ -16,6 +16,8 @@ from qompose_x86_inductor.native.attention import AttentionEnds, AttentionSizes,
 from qompose_x86_inductor.native.products import KINDS
 from torch import Tensor
 
+from tests.x86_inductor.attention_calls import LAYOUTS, MASKS, a_mask, call, operand
+
 needs_vnni = pytest.mark.skipif(
     processor.of_machine() is not processor.AVX512_VNNI, reason="no AVX-512 VNNI, or AMX beside it"
 )
@@ -26,23 +28,10 @@ STEP = 0.05
 def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
     """Run the C++ on the arguments of `attention.ATTENTION`."""
     query, key, value, mask, sizes, ends = arguments
-    batch, heads, length, width = query.shape
-    shape = (batch, length, heads, value.shape[3])
-    result = torch.full(shape, 77, dtype=KINDS[sizes[-1]])
-    wide = None if mask is None else mask.expand(batch, heads, length, key.shape[2])
-    tensors = (query, key, value, wide)
-    strides = [stride for x in tensors for stride in ((0,) * 4 if x is None else x.stride())]
-    counts = (batch, heads, key.shape[1], length, key.shape[2], width, value.shape[3])
-    library.attention(
-        ctypes.c_int(threads),
-        (ctypes.c_int64 * 7)(*counts),
-        (ctypes.c_void_p * 4)(*(0 if x is None else x.data_ptr() for x in tensors)),
-        (ctypes.c_int64 * 16)(*strides),
-        ctypes.c_int(0 if mask is None else 1 if mask.dtype == torch.bool else 2),
-        (ctypes.c_int64 * len(sizes))(*sizes),
-        (ctypes.c_double * len(ends))(*ends),
-        ctypes.c_void_p(result.data_ptr()),
-    )
+    batch, heads, length, _ = query.shape
+    result = torch.full((batch, length, heads, value.shape[3]), 77, dtype=KINDS[sizes[-1]])
+    numbers = ((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_double * len(ends))(*ends))
+    call(library.attention, (query, key, value), mask, result, threads, *numbers)
     return result
 
 
@@ -61,38 +50,6 @@ def integers(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-def operand(layout: str, batch: int, heads: int, length: int, width: int) -> Tensor:
-    """Bytes (batch, heads, length, width) that lie in memory as a layout says."""
-    if layout == "by token":
-        return integers(batch, length, heads, width).transpose(1, 2)
-    if layout == "packed":
-        return integers(batch, length, 3, heads, width)[:, :, 1].transpose(1, 2)
-    if layout == "by column":
-        return integers(batch, heads, width, length).transpose(2, 3)
-    return integers(batch, heads, length, width)
-
-
-LAYOUTS = ("plain", "by token", "packed", "by column")
-
-
-def a_mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:
-    """A mask of a shape that broadcasts; of "rows out", every second row has no key left."""
-    if kind == "none":
-        return None
-    kept = torch.rand(shape) < 0.7
-    if kind == "rows out" and len(shape) > 1:
-        kept[..., ::2, :] = False
-    if kind in ("keep", "rows out"):
-        return kept
-    if kind == "added":
-        return torch.randn(shape) * 2
-    lowest = -math.inf if kind == "infinite" else torch.finfo(torch.float32).min
-    return torch.zeros(shape).masked_fill(~kept, lowest)
-
-
-MASKS = ("none", "keep", "rows out", "added", "infinite", "lowest")
-
-
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of the operator, from all that a rule may ask of it."""
@@ -102,9 +59,9 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     width, columns = (draw(st.integers(1, 40) | st.sampled_from([64, 128])) for _ in range(2))
     torch.manual_seed(draw(st.integers(0, 99)))
     layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(3)]
-    query = operand(layouts[0], batch, heads, length, width)
+    query = operand(integers, layouts[0], batch, heads, length, width)
     key, value = (
-        operand(layout, batch, shared, keys, size)
+        operand(integers, layout, batch, shared, keys, size)
         for layout, size in zip(layouts[1:], (width, columns), strict=True)
     )
     full = (batch, heads, length, keys)

@@ -81,6 +81,27 @@ def test_avg_pool2d(data: st.DataObject) -> None:
 
 @MODEST
 @given(st.data())
+def test_avg_pool2d_of_one_window(data: st.DataObject) -> None:
+    """It covers the image, and may be far larger; then the compiled code must not visit all of it."""
+    padding = [data.draw(st.integers(0, 2)) for _ in range(2)]
+    x, zero_point = integers(data, image(data, (5, 5)))
+    beyond = data.draw(st.sampled_from([0, 0, 1, 1000]))
+    kernel = [side + 2 * pad + beyond for side, pad in zip(x.shape[2:], padding, strict=True)]
+    counts_padding, divisor = data.draw(st.booleans()), data.draw(st.sampled_from([None, 7]))
+    options = (kernel, [], padding, True, counts_padding, divisor)
+    out = outputs(data)
+    got = OPS.avg_pool2d(x, 0.02, zero_point, *options, *out)
+    expected = F.avg_pool2d(x.double() - zero_point, *options) * 0.02
+    assert_one_step(got, expected, out)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    called = torch.fx.experimental.proxy_tensor.make_fx(pooling.avg_pool2d_in_graph)(
+        x, 0.02, zero_point, *options, *out
+    )
+    assert "avg_pool2d" not in called.code
+
+
+@MODEST
+@given(st.data())
 def test_adaptive_avg_pool2d(data: st.DataObject) -> None:
     size = [data.draw(st.integers(1, 7)) for _ in range(2)]
     x, zero_point = integers(data, image(data))

@@ -24,6 +24,7 @@ from qompose_x86_inductor.inductor import (
     native_calls,
     native_recurrent,
 )
+from qompose_x86_inductor.inductor.nodes import arguments_of
 from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
@@ -55,7 +56,9 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     native_calls.quantize_planes(result)
     packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
-        if _is_ours(node) and not _calls_native(result, node, packed):
+        if node.target is native_attention.IN_FLOAT:
+            native_attention.replace_in_float(node)
+        elif _is_ours(node) and not _calls_native(result, node, packed):
             _decompose(result, node, templated=node not in kept)
     result.graph.lint()
     result.recompile()
@@ -100,7 +103,7 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
     """Retarget one call of ours, in place; Inductor's own template may compute it if `templated`."""
-    arguments, decomposition = _arguments(node), _DECOMPOSITIONS[node.target]
+    arguments, decomposition = arguments_of(node), _DECOMPOSITIONS[node.target]
     parameters = inspect.signature(decomposition).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in parameters:  # it multiplies integers
@@ -124,14 +127,14 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
     if node.target is linear_packed.OPERATOR:
         return processor.wanted()
     if node.target is native_attention.OPERATOR:
-        return native_attention.replace(node, [*_arguments(node).values()])
+        return native_attention.replace(node, [*arguments_of(node).values()])
     if node.target in native_recurrent.OPERATORS:
-        arguments = [*_arguments(node).values()]
+        arguments = [*arguments_of(node).values()]
         return native_recurrent.replace(node, arguments, functools.partial(_attribute, gm))
     name = native_calls.PRODUCTS.get(node.target)
     if name is None:
         return False
-    call = ProductCall.read(name, (*_arguments(node).values(),))
+    call = ProductCall.read(name, (*arguments_of(node).values(),))
     weight, w_scale, bias = (_attribute(gm, given) for given in call.product[3:])
     if weight is None or w_scale is None or (bias is None) != (call.product.bias is None):
         return False
@@ -139,14 +142,6 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
         return False
     native_calls.replace(node, call, weight, w_scale, bias, packed)
     return True
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of a call by name, defaults included, in the order of the schema."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _attribute(gm: fx.GraphModule, node: Any) -> Tensor | None:

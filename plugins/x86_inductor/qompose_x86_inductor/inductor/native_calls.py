@@ -19,7 +19,14 @@ from torch import Tensor, fx
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention, native_recurrent
 from qompose_x86_inductor.inductor.buffers import registered
-from qompose_x86_inductor.native import attention, packed_linear, processor, products, recurrent
+from qompose_x86_inductor.native import (
+    attention,
+    float_attention,
+    packed_linear,
+    processor,
+    products,
+    recurrent,
+)
 from qompose_x86_inductor.native.processor import Isa
 from qompose_x86_inductor.native.products import FUNCTIONS, KINDS, ProductEnds, ProductSizes
 from qompose_x86_inductor.onednn.arguments import (
@@ -131,7 +138,11 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     called = {node.target for node in graph.graph.nodes}
     isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
     layers = {*native_recurrent.OPERATORS}
-    others = {**recurrent.DECLARATIONS}
+    others = {
+        **recurrent.DECLARATIONS, float_attention.ATTENTION: float_attention.DECLARATION
+    }  # fmt: skip
+    if any(map(native_attention.applies_in_float, graph.graph.nodes)):
+        layers.add(native_attention.IN_FLOAT)
     if native_attention.applies():
         layers.add(native_attention.OPERATOR)
         others[attention.ATTENTION] = attention.DECLARATION

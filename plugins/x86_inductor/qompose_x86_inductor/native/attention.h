@@ -10,37 +10,16 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <vector>
 
+#include "heads.h"
 #include "products.h"
-#include "threads.h"
 
 namespace qompose_x86 {
 
-enum MaskKind : int { NO_MASK, KEEP, ADDED };  // of bytes: which keys count; of floats: added to scores
-
-// A tensor of four axes, (batch, heads, rows, columns), with its strides in elements; 0 where it repeats.
-template <typename T>
-struct Strided {
-  const T* data;
-  int64_t strides[4];
-  int64_t offset(int64_t batch, int64_t head, int64_t row, int64_t column) const {
-    return batch * strides[0] + head * strides[1] + row * strides[2] + column * strides[3];
-  }
-  const T* at(int64_t batch, int64_t head, int64_t row, int64_t column = 0) const {
-    return data + offset(batch, head, row, column);
-  }
-};
-
-struct Attention {
-  int64_t batches, heads, shared_heads;  // of queries; of keys and values, each for a group of the others
-  int64_t queries, keys, width, value_width;
+struct Attention : Heads {
   Strided<uint8_t> q, k, v;
-  MaskKind mask_kind;
-  Strided<uint8_t> mask;  // floats, where they are added
   int q_zp, v_zp;
-  float scale;  // of scores, per integer
-  bool causal;
+  float scale;      // of scores, per integer
   float masked;     // the result of a row all of whose keys are masked: 0 or NaN
   float v_scale;    // in steps of the result, of floats in units
   float low, high;  // of steps
@@ -67,58 +46,35 @@ inline Attention described(Attention a, const int64_t* s, const double* e) {
   return a;
 }
 
-constexpr int TALLEST = 12;               // rows of scores at a time, where they are not too long
-constexpr int64_t MOST_SCORES = 1 << 16;  // of all those rows
-constexpr int64_t MOST_KEYS = 65536;      // whose sums fit: 255 * 128 * keys below 2 ** 31
-constexpr float WHOLE = 65535;            // e of the largest score
-
-inline int64_t rounded_up(int64_t size, int64_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
-
-// What one thread works in, in parts of one piece of memory.
-struct Scratch {
-  int8_t *keys, *values;
-  int32_t* starts;  // of sums, by key: minus the share of the zero point of the queries
-  uint8_t *rows, *high, *low;
-  float *scores, *sums;
-
-  static int64_t rows_of(int64_t keys) {
-    return std::min<int64_t>(TALLEST, std::max<int64_t>(1, MOST_SCORES / rounded_up(keys + 1, 64)));
-  }
-
-  static int64_t lay(const Attention& a, uint8_t* memory, Scratch* parts) {
-    const int64_t keys = rounded_up(a.keys, 64), width = rounded_up(a.width, 4),
-                  value_width = rounded_up(a.value_width, 16), tall = rows_of(a.keys);
-    const int64_t sizes[] = {keys * width, keys * value_width, 4 * keys,        tall * width,
-                             tall * keys,  tall * keys,        4 * tall * keys, 4 * tall * value_width};
-    int64_t at = 0, starts[8];
-    for (int i = 0; i < 8; ++i) {
-      starts[i] = at;
-      at += rounded_up(sizes[i], 64);
-    }
-    if (parts)
-      *parts = {reinterpret_cast<int8_t*>(memory + starts[0]),
-                reinterpret_cast<int8_t*>(memory + starts[1]),
-                reinterpret_cast<int32_t*>(memory + starts[2]),
-                memory + starts[3],
-                memory + starts[4],
-                memory + starts[5],
-                reinterpret_cast<float*>(memory + starts[6]),
-                reinterpret_cast<float*>(memory + starts[7])};
-    return at;
-  }
-};
+constexpr int64_t MOST_KEYS = 65536;  // whose sums fit: 255 * 128 * keys below 2 ** 31
+constexpr float WHOLE = 65535;        // e of the largest score
 
 class Attending {
  public:
+  // What one thread works in.
+  struct Scratch {
+    int8_t *keys, *values;
+    int32_t* starts;  // of sums, by key: minus the share of the zero point of the queries
+    uint8_t *rows, *high, *low;
+    float *scores, *sums;
+    Scratch(const Attention& a, Parts& parts)
+        : keys(parts.next<int8_t>(a.row_keys() * rounded_up(a.width, 4))),
+          values(parts.next<int8_t>(a.row_keys() * rounded_up(a.value_width, 16))),
+          starts(parts.next<int32_t>(a.row_keys())),
+          rows(parts.next<uint8_t>(a.rows_at_once() * rounded_up(a.width, 4))),
+          high(parts.next<uint8_t>(a.rows_at_once() * a.row_keys())),
+          low(parts.next<uint8_t>(a.rows_at_once() * a.row_keys())),
+          scores(parts.next<float>(a.rows_at_once() * a.row_keys())),
+          sums(parts.next<float>(a.rows_at_once() * rounded_up(a.value_width, 16))) {}
+  };
+
   Attending(const Attention& a, const Scratch& s, void* out)
       : a(a),
         s(s),
         out(out),
         quads((a.width + 3) / 4),
-        row_keys(rounded_up(a.keys, 64)),
-        tall(Scratch::rows_of(a.keys)),
+        row_keys(a.row_keys()),
+        tall(a.rows_at_once()),
         value_vectors((a.value_width + 15) / 16) {}
 
   // Rows `from` to `to` of the queries of one head.
@@ -132,8 +88,9 @@ class Attending {
     }
     for (int64_t row = from; row < to; row += tall) {
       const int rows = static_cast<int>(std::min(tall, to - row));
+      used = a.keys_until(row + rows);
       score(batch, head, row, rows);
-      for (int r = 0; r < rows; ++r) totals[r] = weigh(r);
+      for (int r = 0; r < rows; ++r) totals[r] = weigh(batch, head, row + r, r);
       gather(rows);
       for (int r = 0; r < rows; ++r) finish(batch, head, row + r, r);
     }
@@ -219,7 +176,7 @@ class Attending {
     return static_cast<int>(std::min<int64_t>(WIDEST, value_vectors - panel * WIDEST));
   }
 
-  // Scores of some rows, in units, and the largest of each.
+  // Scores of some rows, in units.
   void score(int64_t batch, int64_t head, int64_t row, int rows) {
     const bool copied = a.q.strides[3] != 1 || a.width % 4 != 0;
     Bytes where[TALLEST];
@@ -230,11 +187,6 @@ class Attending {
       for (int64_t c = 0; c < 4 * quads; ++c) to[c] = c < a.width ? where[r][c * a.q.strides[3]] : 0;
       where[r] = to;
     }
-    used = a.causal ? std::min(a.keys, row + rows) : a.keys;
-    for (int r = 0; r < rows; ++r) {
-      largest[r] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-      unusable[r] = 0;
-    }
     for (int64_t first = 0; first < used; first += 64) {
       const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
       for (int r = 0; r < rows; r += MOST_ROWS[width]) {
@@ -242,55 +194,17 @@ class Attending {
         sum_of(width, some)(where + r, 0, 1, quads, s.keys + first * quads * 4, s.starts + first, tile);
         for (int i = 0; i < some; ++i)
           for (int j = 0; j < width; ++j)
-            store_scores(batch, head, row, r + i, first + 16 * j, tile[i * width + j]);
+            store(s.scores + (r + i) * row_keys + first + 16 * j,
+                  mul(to_floats(tile[i * width + j]), floats(a.scale)));
       }
     }
   }
 
-  void store_scores(int64_t batch, int64_t head, int64_t row, int r, int64_t first, __m512i sums) {
-    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __m512 score = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(a.scale));
-    const int64_t end = a.causal ? std::min(a.keys, row + r + 1) : a.keys, left = end - first;
-    __mmask16 kept = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-    if (a.mask_kind == ADDED) {
-      score = _mm512_add_ps(score, added(batch, head, row + r, first, kept));
-      const __m512 most = _mm512_set1_ps(std::numeric_limits<float>::infinity());
-      unusable[r] |= _mm512_mask_cmp_ps_mask(kept, score, most, _CMP_NLT_UQ);  // infinite, or NaN
-    } else if (a.mask_kind == KEEP) {
-      kept &= chosen(batch, head, row + r, first, kept);
-    }
-    score = _mm512_mask_mov_ps(nothing, kept, score);
-    largest[r] = _mm512_max_ps(largest[r], score);
-    _mm512_storeu_ps(s.scores + r * row_keys + first, score);
-  }
-
-  __m512 added(int64_t batch, int64_t head, int64_t row, int64_t first, __mmask16 kept) const {
-    const float* mask = reinterpret_cast<const float*>(a.mask.data) + a.mask.offset(batch, head, row, first);
-    if (a.mask.strides[3] == 1) return _mm512_maskz_loadu_ps(kept, mask);
-    alignas(64) float values[16] = {};
-    for (int i = 0; i < 16; ++i)
-      if (kept >> i & 1) values[i] = mask[i * a.mask.strides[3]];
-    return _mm512_load_ps(values);
-  }
-
-  __mmask16 chosen(int64_t batch, int64_t head, int64_t row, int64_t first, __mmask16 kept) const {
-    const uint8_t* mask = a.mask.at(batch, head, row, first);
-    if (a.mask.strides[3] == 1) {
-      const __m128i bytes = _mm_maskz_loadu_epi8(kept, mask);
-      return _mm_test_epi8_mask(bytes, bytes);
-    }
-    unsigned found = 0;
-    for (int i = 0; i < 16; ++i)
-      if ((kept >> i & 1) && mask[i * a.mask.strides[3]]) found |= 1u << i;
-    return static_cast<__mmask16>(found);
-  }
-
   // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
-  float weigh(int r) {
-    const float most = _mm512_reduce_max_ps(largest[r]);
-    if (unusable[r]) return std::numeric_limits<float>::quiet_NaN();
-    if (most == -std::numeric_limits<float>::infinity()) return 0;
-    const float* scores = s.scores + r * row_keys;
+  float weigh(int64_t batch, int64_t head, int64_t row, int r) {
+    float* scores = s.scores + r * row_keys;
+    const float most = a.mask_row(scores, batch, head, row, used);
+    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
     uint8_t *high = s.high + r * row_keys, *low = s.low + r * row_keys;
     const __m512 shift = _mm512_set1_ps(most), whole = _mm512_set1_ps(WHOLE);
     __m512i sum = _mm512_setzero_si512();
@@ -362,33 +276,12 @@ class Attending {
   const int64_t quads, row_keys, tall, value_vectors;
   int64_t packed_batch = -1, packed_head = -1, used = 0;
   float totals[TALLEST];
-  __mmask16 unusable[TALLEST];
-  alignas(64) __m512 largest[TALLEST];
   alignas(64) __m512i tile[MOST_SUMS], low_tile[MOST_SUMS];
 };
 
-// The result is (batch, queries, heads, columns), contiguous.
 inline void attend(const Attention& a, void* out, int available) {
-  const int64_t heads = a.batches * a.heads, tall = Scratch::rows_of(a.keys),
-                blocks = (a.queries + tall - 1) / tall;
-  if (heads * blocks * a.value_width == 0) return;
   // An exponential takes as long as some products, and probabilities are multiplied twice.
-  const int64_t products = heads * a.queries * a.keys * (a.width + 2 * a.value_width + 64);
-  const int threads = threads_for(products, heads * blocks, available);
-  const int64_t parts = std::min(blocks, (threads + heads - 1) / heads);  // of a head's rows
-  const int64_t size = rounded_up(Scratch::lay(a, nullptr, nullptr), 64);
-  std::vector<uint8_t> memory(size * threads + 64);
-  uint8_t* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-  in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
-    Scratch scratch;
-    Scratch::lay(a, start + thread * size, &scratch);
-    Attending attending(a, scratch, out);
-    for (int64_t unit = from; unit < to; ++unit) {
-      const int64_t head = unit / parts, part = unit % parts;
-      attending.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
-                     std::min(a.queries, blocks * (part + 1) / parts * tall));
-    }
-  });
+  attend_with<Attending>(a, a.width + 2 * a.value_width + 64, out, available);
 }
 
 }  // namespace qompose_x86

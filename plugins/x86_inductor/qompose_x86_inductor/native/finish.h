@@ -32,8 +32,9 @@ struct Finish {
 // kept where it is a normal number; NaN stays NaN, as the second operand of these.
 QOMPOSE_INLINE Floats exponential(Floats x) {
   x = min(floats(87), max(floats(-87), x));
-  const Floats powers = mul(x, floats(1.44269504f)), whole = rounded(powers);
-  const Floats rest = mul(sub(powers, whole), floats(0.693147181f));
+  const Floats whole = rounded(mul(x, floats(1.44269504f)));
+  // ln 2 in two parts, the first of few bits, so that the difference is exact.
+  const Floats rest = fnmadd(whole, floats(-2.12194440e-4f), fnmadd(whole, floats(0.693359375f), x));
   Floats sum = floats(1.0f / 720);
   for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
     sum = fmadd(sum, rest, floats(term));

@@ -91,6 +91,8 @@ QOMPOSE_INLINE Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _
 QOMPOSE_INLINE Floats where(Mask condition, Floats a, Floats b) {
   return _mm512_mask_mov_ps(b, condition, a);
 }
+QOMPOSE_INLINE float sum_of_lanes(Floats x) { return _mm512_reduce_add_ps(x); }
+QOMPOSE_INLINE float largest_lane(Floats x) { return _mm512_reduce_max_ps(x); }
 QOMPOSE_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 QOMPOSE_INLINE Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 QOMPOSE_INLINE Ints bits_of(Floats x) { return _mm512_castps_si512(x); }
@@ -212,6 +214,16 @@ QOMPOSE_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 QOMPOSE_INLINE Floats absolute(Floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 QOMPOSE_INLINE Floats rounded(Floats x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+QOMPOSE_INLINE float sum_of_lanes(Floats x) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)),
+               two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+QOMPOSE_INLINE float largest_lane(Floats x) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)),
+               two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 QOMPOSE_INLINE Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 QOMPOSE_INLINE Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }

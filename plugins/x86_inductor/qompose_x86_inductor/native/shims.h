@@ -17,6 +17,7 @@
 #pragma GCC push_options
 #pragma GCC optimize("O3")
 #include "arguments.h"
+#include "float_attention.h"
 #include "recurrent.h"
 #ifdef QOMPOSE_AVX512_VNNI
 #include "attention.h"
@@ -138,7 +139,5 @@ extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle
       "quantize_planes", [&] { *result = qompose_x86::call_planes(x, scale, zp, low, high); });
 }
 
-#include "recurrent_shim.h"
-#ifdef QOMPOSE_AVX512_VNNI
 #include "attention_shim.h"
-#endif
+#include "recurrent_shim.h"

@@ -70,10 +70,33 @@ def avg_pool2d_in_graph(
     """Compute ``qompose_x86::avg_pool2d``; zeros around the image are real zeros."""
     check_quantized("avg_pool2d", x, 4)
     output = Output(*out).checked("avg_pool2d")
+    window = [_pair(sizes) for sizes in (kernel_size, stride or kernel_size, padding)]
+    if all(map(_is_alone, x.shape[2:], *window, [ceil_mode] * 2)):
+        sides = [
+            side + 2 * pad * count_include_pad
+            for side, pad in zip(x.shape[2:], window[2], strict=True)
+        ]
+        return channels_last(
+            _means(x, x_scale, x_zp, [2, 3], True, divisor_override or math.prod(sides), output)
+        )
     exact = torch.float32 if math.prod(kernel_size) < 2**16 else torch.float64
     options: Any = (padding, ceil_mode, count_include_pad, divisor_override)
     pooled = F.avg_pool2d(x.to(exact) - x_zp, kernel_size, stride, *options)
     return channels_last(output.quantize(pooled * x_scale))
+
+
+def _is_alone(side: Any, window: int, stride: int, padding: int, ceil_mode: bool) -> bool:
+    """Return whether one window covers a side of an image, and there is no other.
+
+    Loops that Inductor writes are as long as a window, and some models pool 7 x 7 pixels by windows of
+    1280 x 1280.
+    """
+    room = side + 2 * padding - window
+    return type(side) is int and (room == 0 or (ceil_mode and -stride < room < 0))
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    return sizes[0], sizes[-1]
 
 
 def adaptive_avg_pool2d_in_graph(
@@ -94,8 +117,21 @@ def mean_in_graph(
     """Compute ``qompose_x86::mean`` over ``dim``."""
     check_quantized("mean", x, None)
     output = Output(*out).checked("mean")
+    return _means(x, x_scale, x_zp, dim, keepdim, math.prod([x.shape[i] for i in dim]), output)
+
+
+def _means(
+    x: Tensor,
+    x_scale: float,
+    x_zp: int,
+    dim: list[int],
+    keepdim: bool,
+    divisor: int,
+    output: Output,
+) -> Tensor:
+    """Return sums of real values over ``dim``, divided."""
     count = math.prod([x.shape[axis] for axis in dim])
     # The sum and its zero points stay below 2 ** 31 each; more values are rare, and slower.
     few = statically_known_true(count < 2**23)
     total = x.sum(dim, keepdim=keepdim, dtype=torch.int32 if few else torch.int64) - x_zp * count
-    return output.quantize(total * x_scale / count)
+    return output.quantize(total * x_scale / divisor)

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of floats: rows of scores are computed, made probabilities and multiplied by the values while
+// they are in a core's cache.
+#pragma once
+
+#include "heads.h"
+#include "products.h"
+
+namespace qompose_x86 {
+
+struct FloatAttention : Heads {
+  Strided<float> q, k, v;
+  float scale;
+};
+
+// Products of ROWS rows, as long as `depth`, and a panel, of each of whose lines there are WIDTH vectors.
+template <int WIDTH, int ROWS>
+void multiply_tile(const float* const* rows, int64_t depth, const float* panel, int64_t line, float factor,
+                   float* out, int64_t out_line) {
+  Floats sums[ROWS][WIDTH];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+    for (int j = 0; j < WIDTH; ++j) sums[r][j] = floats(0);
+  for (int64_t d = 0; d < depth; ++d, panel += line) {
+    Floats columns[WIDTH];
+#pragma GCC unroll 16
+    for (int j = 0; j < WIDTH; ++j) columns[j] = load(panel + j * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats value = floats(rows[r][d]);
+#pragma GCC unroll 16
+      for (int j = 0; j < WIDTH; ++j) sums[r][j] = fmadd(value, columns[j], sums[r][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+    for (int j = 0; j < WIDTH; ++j) store(out + r * out_line + j * LANES, mul(sums[r][j], floats(factor)));
+}
+
+using MultiplyTile = void (*)(const float* const*, int64_t, const float*, int64_t, float, float*, int64_t);
+
+template <int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
+MultiplyTile multiply_of(int rows) {
+  if constexpr (ROWS == 1)
+    return multiply_tile<WIDTH, 1>;
+  else
+    return rows == ROWS ? multiply_tile<WIDTH, ROWS> : multiply_of<WIDTH, ROWS - 1>(rows);
+}
+
+// The same of any number of rows.
+inline void multiply(int width, int rows, const float* const* from, int64_t depth, const float* panel,
+                     int64_t line, float factor, float* out, int64_t out_line) {
+  constexpr MultiplyTile (*of_width[])(int) = {multiply_of<1>, multiply_of<2>, multiply_of<3>, multiply_of<4>};
+  for (int r = 0; r < rows; r += MOST_ROWS[width]) {
+    const int some = std::min(MOST_ROWS[width], rows - r);
+    of_width[width - 1](some)(from + r, depth, panel, line, factor, out + r * out_line, out_line);
+  }
+}
+
+class AttendingFloats {
+ public:
+  struct Scratch {
+    // Keys [panel][column][key], values [panel][key][column]; rows of queries that do not lie together.
+    float *keys, *values, *rows, *scores, *sums;
+    Scratch(const FloatAttention& a, Parts& parts)
+        : keys(parts.next<float>(rounded_up(a.keys, PANEL) * a.width)),
+          values(parts.next<float>(a.keys * rounded_up(a.value_width, LANES))),
+          rows(parts.next<float>(a.rows_at_once() * a.width)),
+          scores(parts.next<float>(a.rows_at_once() * a.row_keys())),
+          sums(parts.next<float>(a.rows_at_once() * rounded_up(a.value_width, LANES))) {}
+  };
+
+  AttendingFloats(const FloatAttention& a, const Scratch& s, void* out)
+      : a(a),
+        s(s),
+        out(static_cast<float*>(out)),
+        row_keys(a.row_keys()),
+        tall(a.rows_at_once()),
+        columns(rounded_up(a.value_width, LANES)) {}
+
+  // Rows `from` to `to` of the queries of one head.
+  void work(int64_t batch, int64_t head, int64_t from, int64_t to) {
+    const int64_t shared = head / (a.heads / a.shared_heads);
+    if (batch != packed_batch || shared != packed_head) {
+      pack_keys(batch, shared);
+      pack_values(batch, shared);
+      packed_batch = batch;
+      packed_head = shared;
+    }
+    for (int64_t row = from; row < to; row += tall) {
+      const int rows = static_cast<int>(std::min(tall, to - row));
+      used = a.keys_until(row + rows);
+      score(batch, head, row, rows);
+      for (int r = 0; r < rows; ++r) totals[r] = weigh(batch, head, row + r, r);
+      gather(rows);
+      for (int r = 0; r < rows; ++r) finish(batch, head, row + r, r);
+    }
+  }
+
+ private:
+  static constexpr int64_t AHEAD = 16;  // keys
+
+  static int vectors_at(int64_t first, int64_t size) {
+    return static_cast<int>((std::min(PANEL, size - first) + LANES - 1) / LANES);
+  }
+
+  void pack_keys(int64_t batch, int64_t head) {
+    for (int64_t key = 0; key < a.keys; key += 4) {
+      for (int64_t i = key; i < std::min(key + 4, a.keys); ++i) {
+        fetch(a.v.at(batch, head, i), a.value_width);
+        if (i + AHEAD < a.keys) fetch(a.k.at(batch, head, i + AHEAD), a.width);
+      }
+      const int count = static_cast<int>(std::min<int64_t>(4, a.keys - key));
+      float* to = s.keys + key / PANEL * PANEL * a.width + key % PANEL;
+      int64_t column = 0;
+      if (count == 4 && a.k.strides[3] == 1)
+        for (; column + 4 <= a.width; column += 4)
+          transpose(a.k.at(batch, head, key, column), a.k.strides[2], to + column * PANEL);
+      for (; column < a.width; ++column)
+        for (int i = 0; i < count; ++i) to[column * PANEL + i] = *a.k.at(batch, head, key + i, column);
+    }
+    // What is behind the last key is multiplied, and not used.
+    const int64_t rest = a.keys / PANEL * PANEL;
+    for (int64_t key = a.keys; key < rounded_up(a.keys, PANEL); ++key)
+      for (int64_t column = 0; column < a.width; ++column)
+        s.keys[rest * a.width + column * PANEL + key - rest] = 0;
+  }
+
+  // Rows of a head often lie apart, and processors foresee only what lies together.
+  static void fetch(const float* row, int64_t width) {
+    for (int64_t i = 0; i < width; i += 16) _mm_prefetch(reinterpret_cast<const char*>(row + i), _MM_HINT_T0);
+  }
+
+  // Four columns of four keys, to the same lines of a panel.
+  static void transpose(const float* from, int64_t line, float* to) {
+    __m128 x[4];
+    for (int i = 0; i < 4; ++i) x[i] = _mm_loadu_ps(from + i * line);
+    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+    for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + i * PANEL, x[i]);
+  }
+
+  void pack_values(int64_t batch, int64_t head) {
+    for (int64_t first = 0; first < columns; first += PANEL) {
+      const int64_t line = vectors_at(first, columns) * LANES;
+      float* to = s.values + first * a.keys;
+      for (int64_t key = 0; key < a.keys; ++key, to += line)
+        copy(a.v.at(batch, head, key, first), a.v.strides[3], std::min(line, a.value_width - first), to, line);
+    }
+  }
+
+  // Some values, and zeros up to a length, which is of whole vectors.
+  static void copy(const float* from, int64_t step, int64_t count, float* to, int64_t length) {
+    if (step == 1) {
+      for (int64_t i = 0; i < length; i += LANES) store(to + i, load(first_lanes(count - i), from + i));
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i * step];
+    for (int64_t i = count; i < length; ++i) to[i] = 0;
+  }
+
+  void score(int64_t batch, int64_t head, int64_t row, int rows) {
+    const float* where[TALLEST];
+    for (int r = 0; r < rows; ++r) {
+      where[r] = a.q.at(batch, head, row + r);
+      if (a.q.strides[3] == 1) continue;
+      copy(where[r], a.q.strides[3], a.width, s.rows + r * a.width, a.width);
+      where[r] = s.rows + r * a.width;
+    }
+    for (int64_t first = 0; first < used; first += PANEL)
+      multiply(vectors_at(first, used), rows, where, a.width, s.keys + first * a.width, PANEL, a.scale,
+               s.scores + first, row_keys);
+  }
+
+  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
+  float weigh(int64_t batch, int64_t head, int64_t row, int r) {
+    float* scores = s.scores + r * row_keys;
+    const float most = a.mask_row(scores, batch, head, row, used);
+    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
+    Floats sum = floats(0);
+    for (int64_t i = 0; i < used; i += LANES) {
+      const Floats probability = exponential(sub(load(scores + i), floats(most)));
+      store(scores + i, probability);
+      sum = add(sum, probability);
+    }
+    return sum_of_lanes(sum);
+  }
+
+  // Sums of probabilities and values.
+  void gather(int rows) {
+    const float* where[TALLEST];
+    for (int r = 0; r < rows; ++r) where[r] = s.scores + r * row_keys;
+    for (int64_t first = 0; first < columns; first += PANEL) {
+      const int vectors = vectors_at(first, columns);
+      multiply(vectors, rows, where, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
+               columns);
+    }
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t row, int r) {
+    float* to = out + ((batch * a.queries + row) * a.heads + head) * a.value_width;
+    // Sums of a row without probabilities are of scores: they may be NaN.
+    const bool blank = totals[r] == 0;
+    const Floats factor = floats(blank ? 0 : 1 / totals[r]);
+    for (int64_t column = 0; column < a.value_width; column += LANES) {
+      const Floats sum = blank ? floats(0) : load(s.sums + r * columns + column);
+      store(first_lanes(a.value_width - column), to + column, mul(sum, factor));
+    }
+  }
+
+  const FloatAttention& a;
+  const Scratch s;
+  float* out;
+  const int64_t row_keys, tall, columns;
+  int64_t packed_batch = -1, packed_head = -1, used = 0;
+  float totals[TALLEST];
+};
+
+inline void attend(const FloatAttention& a, void* out, int available) {
+  // A product of floats takes as long as four of bytes, and an exponential as long as some of them.
+  attend_with<AttendingFloats>(a, 4 * (a.width + a.value_width + 24), out, available);
+}
+
+}  // namespace qompose_x86

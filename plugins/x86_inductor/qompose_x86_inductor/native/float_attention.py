@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator ``native_float_attention``, which compiled programs run in C++ of our own (float_attention.h).
+
+``query``, ``key`` and ``value`` are float32 of four axes in any layout, (B, heads, L, E), (B, H, S, E) and
+(B, H, S, V); ``mask`` broadcasts to (B, heads, L, S): booleans that are true where a key counts, or float32
+that is added to the scores. The result is (B, L, heads, V), contiguous. A row without keys is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qompose_x86_inductor.native import code
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+from qompose_x86_inductor.operators.registration import register
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """Return what the operator computes, by torch's attention."""
+    shared = query.shape[1] != key.shape[1]
+    result = F.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=shared
+    )
+    return result.transpose(1, 2).contiguous()
+
+
+def _uncompiled(*arguments: Any) -> Tensor:
+    """Compute the operator in a graph that was not compiled, or compiled without the C++."""
+    code.warn_uncompiled()
+    return reference(*arguments)
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, length, _width = query.shape
+    return query.new_empty((batch, length, heads, value.shape[3]))
+
+
+register(
+    NAMESPACE,
+    {
+        "native_float_attention": (
+            "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor"
+        )
+    },
+    {"native_float_attention": (_uncompiled, _fake)},
+)
+ATTENTION: Final = torch.ops.qompose_x86.native_float_attention.default
+DECLARATION: Final = code.declaration(
+    "native_float_attention", *[code.HANDLE] * 3, code.OPTIONAL, "int32_t", "double"
+)
+"""Its function of C, for what `products.shims` returns, whose header defines it."""

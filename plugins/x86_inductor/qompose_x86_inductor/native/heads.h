@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// What attention of bytes and of floats have in common: sizes, masks, and which thread works on which rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+
+namespace qompose_x86 {
+
+enum MaskKind : int { NO_MASK, KEEP, ADDED };  // of bytes: which keys count; of floats: added to scores
+
+// A tensor of four axes, (batch, heads, rows, columns), with its strides in elements; 0 where it repeats.
+template <typename T>
+struct Strided {
+  const T* data;
+  int64_t strides[4];
+  int64_t offset(int64_t batch, int64_t head, int64_t row, int64_t column) const {
+    return batch * strides[0] + head * strides[1] + row * strides[2] + column * strides[3];
+  }
+  const T* at(int64_t batch, int64_t head, int64_t row, int64_t column = 0) const {
+    return data + offset(batch, head, row, column);
+  }
+};
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr int TALLEST = 12;               // rows of scores at a time, where they are not too long
+constexpr int64_t MOST_SCORES = 1 << 16;  // of all those rows
+
+inline int64_t rounded_up(int64_t size, int64_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
+
+struct Heads {
+  int64_t batches, heads, shared_heads;  // of queries; of keys and values, each for a group of the others
+  int64_t queries, keys, width, value_width;
+  MaskKind mask_kind;
+  Strided<uint8_t> mask;  // floats, where they are added
+  bool causal;
+
+  int64_t row_keys() const { return rounded_up(keys, 64); }  // of a row of scores in memory
+  int64_t rows_at_once() const {
+    return std::min<int64_t>(TALLEST, std::max<int64_t>(1, MOST_SCORES / rounded_up(keys + 1, 64)));
+  }
+  // Keys that count for some of the rows before `end`.
+  int64_t keys_until(int64_t end) const { return causal ? std::min(keys, end) : keys; }
+
+  // Mask scores of a row, -inf where a key does not count, and return the largest; NaN if the mask makes one
+  // NaN or infinite.
+  float mask_row(float* scores, int64_t batch, int64_t head, int64_t row, int64_t used) const {
+    const int64_t end = keys_until(row + 1);
+    const auto* added = reinterpret_cast<const float*>(mask.data) + mask.offset(batch, head, row, 0);
+    if (mask_kind == ADDED) mask_with(scores, added, end, [](float score, float x) { return score + x; });
+    if (mask_kind == KEEP)
+      mask_with(scores, mask.at(batch, head, row), end, [](float score, bool x) { return x ? score : -INFINITE; });
+    for (int64_t i = end; i < rounded_up(used, 16); ++i) scores[i] = -INFINITE;
+    if (mask_kind == ADDED && !all_usable(scores, used)) return std::numeric_limits<float>::quiet_NaN();
+    Floats most = floats(-INFINITE);
+    for (int64_t i = 0; i < used; i += LANES) most = max(most, load(scores + i));
+    return largest_lane(most);
+  }
+
+ private:
+  template <typename T, typename Change>
+  void mask_with(float* scores, const T* values, int64_t end, Change change) const {
+    const int64_t step = mask.strides[3];
+    for (int64_t i = 0; i < end; ++i) scores[i] = change(scores[i], values[i * step]);
+  }
+
+  static bool all_usable(const float* scores, int64_t used) {
+    Floats unusable = floats(0);
+    for (int64_t i = 0; i < used; i += LANES)
+      unusable = max(unusable, where(less(load(scores + i), floats(INFINITE)), floats(0), floats(1)));
+    return largest_lane(unusable) == 0;
+  }
+};
+
+// Parts of one piece of memory, each in cache lines of its own.
+class Parts {
+ public:
+  explicit Parts(uint8_t* memory) : memory_(memory) {}
+  template <typename T>
+  T* next(int64_t count) {
+    uint8_t* start = memory_ + size_;
+    size_ += rounded_up(count * sizeof(T), 64);
+    return reinterpret_cast<T*>(start);
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  uint8_t* memory_;
+  int64_t size_ = 0;
+};
+
+// Let workers attend to all rows of all heads. The result is (batch, queries, heads, columns), contiguous.
+//
+// `products`: of bytes, that take as long as a query and a key. `Worker`: it has `Worker::Scratch`, which is
+// made of a description and `Parts`, and work(batch, head, from, to) for rows of a head.
+template <typename Worker, typename Description>
+void attend_with(const Description& a, int64_t products, void* out, int available) {
+  const int64_t heads = a.batches * a.heads, tall = a.rows_at_once(), blocks = (a.queries + tall - 1) / tall;
+  if (heads * blocks * a.value_width == 0) return;
+  const int threads = threads_for(heads * a.queries * a.keys * products, heads * blocks, available);
+  const int64_t parts = std::min(blocks, (threads + heads - 1) / heads);  // of a head's rows
+  Parts measured(nullptr);
+  typename Worker::Scratch(a, measured);
+  const int64_t size = measured.size();
+  std::vector<uint8_t> memory(size * threads + 64);
+  uint8_t* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
+    Parts own(start + thread * size);
+    Worker worker(a, typename Worker::Scratch(a, own), out);
+    for (int64_t unit = from; unit < to; ++unit) {
+      const int64_t head = unit / parts, part = unit % parts;
+      worker.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
+                  std::min(a.queries, blocks * (part + 1) / parts * tall));
+    }
+  });
+}
+
+}  // namespace qompose_x86
