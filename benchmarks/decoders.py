@@ -8,6 +8,7 @@ a process of its own. OpenVINO and ONNX Runtime get the cache as inputs and outp
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import resource
@@ -33,13 +34,14 @@ Run = Callable[[Tensor, Tensor], Tensor]
 """Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
 
 
-def float_model(cache: int) -> nn.Module:
+def float_model(cache: int, *, small: bool = False) -> nn.Module:
     """Llama with a static cache in buffers, as transformers exports it."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
+    wide, layers, inner = (64, 1, 128) if small else (512, 6, 1376)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=6, intermediate_size=1376,
+        vocab_size=VOCABULARY, hidden_size=wide, num_hidden_layers=layers, intermediate_size=inner,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
         attn_implementation="sdpa", pad_token_id=0,
     )  # fmt: skip
@@ -55,9 +57,9 @@ def example(length: int, first: int = 0) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(first, first + length)
 
 
-def programs(cache: int, lengths: dict[str, int]) -> dict[str, Any]:
+def programs(cache: int, lengths: dict[str, int], *, small: bool = False) -> dict[str, Any]:
     """The methods, exported."""
-    model = float_model(cache)
+    model = float_model(cache, small=small)
     return {
         name: torch.export.export(
             model, (), {"input_ids": example(n)[0], "cache_position": example(n)[1]}, strict=False
@@ -66,7 +68,9 @@ def programs(cache: int, lengths: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _x86(mode: str, *, compiled: bool) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
+def _x86(
+    mode: str, *, compiled: bool, small: bool = False
+) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
         import qompose
         from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
@@ -82,7 +86,7 @@ def _x86(mode: str, *, compiled: bool) -> Callable[..., tuple[dict[str, Run], di
         }[mode]  # fmt: skip
         table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
         quantizer = qompose.compose(table, X86InductorQuantizer().set_global(weights))
-        prepared = qompose.prepare_pt2e(programs(cache, lengths), quantizer)
+        prepared = qompose.prepare_pt2e(programs(cache, lengths, small=small), quantizer)
         converted = qompose.convert_pt2e(prepared)
         lowered = qompose.lower(converted)
         size = qompose.report(lowered["decode" if "decode" in lowered else next(iter(lowered))])
@@ -233,34 +237,49 @@ def seconds(run: Callable[[], Any], least: float) -> float:
 
 
 def resident() -> int:
-    """Bytes of this process that are no file's."""
+    """Bytes of this process that are no file's, when the allocator has given back what is free."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def memory_of(lowered: Any) -> int:
-    """What a process that loads the methods and runs them takes for them, in bytes."""
+def memory_of(engine: str, lowered: Any) -> int:
+    """What a process that loads the methods and runs them takes for them, in bytes.
+
+    A small model was loaded, run and freed before: what imports and a first call take is not the methods'.
+    """
     import qompose
 
+    mode, compiled = engine.removeprefix("x86 ").partition(",")[::2]
+    lengths = {"prefill": PROMPT, "decode": 1}
+    _, small = _x86(mode, compiled=False, small=True)(PROMPT + STEPS, lengths)
     with tempfile.TemporaryDirectory() as folder:
-        qompose.save(lowered, Path(folder) / "methods.qompose")
-        command = [sys.executable, __file__, "--load", str(Path(folder) / "methods.qompose")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        files = [Path(folder) / f"{name}.qompose" for name in ("small", "methods")]
+        for model, file in zip((small["lowered"], lowered), files, strict=True):
+            qompose.save(model, file)
+        command = [sys.executable, __file__, *(["--compiled"] if compiled else []), "--load"]
+        done = subprocess.run(
+            [*command, *map(str, files)], capture_output=True, text=True, check=True
+        )
     return int(done.stdout.splitlines()[-1])
 
 
-def loaded(file: Path) -> int:
-    """What methods of a file take here, in bytes, when they have run; a small one has run before."""
+def loaded(files: list[Path], *, compiled: bool) -> int:
+    """What methods of the last file take here, in bytes, when they have run, after those of the others."""
     import qompose
     import qompose_embedding  # noqa: F401 - their operators
     import qompose_x86_inductor  # noqa: F401
 
     torch.set_grad_enabled(False)
-    nn.Linear(4, 4)(torch.ones(1, 4))
-    before = resident()
-    methods = qompose.load(file)
-    generated(_named(methods), 1)
+    torch.set_num_threads(1)
+    for file in files:
+        methods = None
+        before = resident()
+        methods = qompose.load(file)
+        if compiled:
+            methods = qompose.compile_lowered(methods)
+        generated(_named(methods), 1)
     return resident() - before
 
 
@@ -268,8 +287,13 @@ def sqnr(wanted: Tensor, actual: Tensor) -> float:
     return (20 * torch.log10(wanted.norm() / (wanted - actual).norm())).item()
 
 
-def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str, Any]:
-    """What one engine does; `true`: how true it is to float and to its Q/DQ form, in place of times."""
+def measured(
+    engine: str, threads: int, least: float, *, true: bool, memory: bool
+) -> dict[str, Any]:
+    """What one engine does; in place of times `true`: how true it is to float and to its Q/DQ form.
+
+    Or `memory`: what the process holds for it.
+    """
     warnings.filterwarnings("ignore")
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads)
@@ -286,8 +310,10 @@ def measured(engine: str, threads: int, least: float, *, true: bool) -> dict[str
             found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
             found["qdq"] = sqnr(wanted, generated(converted, STEPS))
         return found
-    if lowered is not None:
-        found["memory"] = memory_of(lowered)
+    if memory:
+        if lowered is not None:
+            found["memory"] = memory_of(engine, lowered)
+        return found
     del converted, lowered
     found["decode"] = seconds(partial(runs["decode"], *example(1, PROMPT)), least)
     found["prefill"] = seconds(partial(runs["prefill"], *example(PROMPT)), least)
@@ -329,15 +355,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=3.0, help="for each time")
     parser.add_argument("--true", action="store_true", help="SQNR in place of times")
+    parser.add_argument("--memory", action="store_true", help="memory in place of times")
     parser.add_argument("--json", type=Path, help="where figures are kept, and added to")
     parser.add_argument("--one", choices=list(ENGINES), help="for the script's own processes")
-    parser.add_argument("--load", type=Path, help="likewise")
+    parser.add_argument("--load", type=Path, nargs="+", help="likewise")
+    parser.add_argument("--compiled", action="store_true", help="likewise")
     given = parser.parse_args()
     if given.load:
-        print(loaded(given.load))
+        print(loaded(given.load, compiled=given.compiled))
         return
     if given.one:
-        print(json.dumps(measured(given.one, given.threads[0], given.seconds, true=given.true)))
+        print(
+            json.dumps(
+                measured(
+                    given.one, given.threads[0], given.seconds, true=given.true, memory=given.memory
+                )
+            )
+        )
         return
     kept = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     for threads in given.threads:
@@ -345,6 +379,7 @@ def main() -> None:
         for engine in given.engines:
             command = [sys.executable, __file__, "--one", engine, "--threads", str(threads)]
             command += ["--seconds", str(given.seconds), *(["--true"] if given.true else [])]
+            command += ["--memory"] if given.memory else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             last = (done.stdout.strip() or done.stderr.strip() or "{}").splitlines()[-1]
             found = json.loads(last) if done.returncode == 0 else {"error": last[:100]}

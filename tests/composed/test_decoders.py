@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
+import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
+from qompose.program.meta import STAGE_KEY
 from qompose.testing.fixtures import sqnr
+from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config as x86,
@@ -108,3 +114,41 @@ def test_prompt_and_tokens_on_torch(family: str) -> None:
         actual = _logits(qompose.lower(converted))
         assert sqnr(expected, actual) > least
         assert sqnr(_logits(converted), actual) > SAME
+
+
+def _held_bytes(root: Any) -> int:
+    """Of the distinct storages that are reachable from an object, by whatever way."""
+    modules = {
+        id(vars(module)) for module in [*sys.modules.values()] if hasattr(module, "__dict__")
+    }
+    seen, sizes, todo = set(modules), {}, [root]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType)):
+            continue
+        seen.add(id(one))
+        if type(one) in (Tensor, torch.nn.Parameter):
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = 0 if storage.device.type == "meta" else storage.nbytes()
+        if isinstance(one, types.FunctionType):  # its globals are of a module
+            todo += [one.__closure__, one.__defaults__]
+        else:
+            todo += gc.get_referents(one)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("words", [{}, {"group_size": 32, "algorithms": ()}], ids=["8", "4"])
+def test_methods_hold_what_the_report_says(words: dict[str, Any], tmp_path: Path) -> None:
+    """Weights once for both methods, as kernels packed them, and the values that the cache starts from."""
+    table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+    linears = X86InductorQuantizer().set_global(x86(weight_only=True, **words))
+    prepared = qompose.prepare_pt2e(_methods("Llama"), qompose.compose(table, linears))
+    converted = qompose.convert_pt2e(prepared)
+    qompose.save(qompose.lower(converted), tmp_path / "methods.qompose")
+    lowered = qompose.lower(converted, keep_converted=False)
+    loaded = qompose.load(tmp_path / "methods.qompose")
+    for methods in (lowered, loaded):
+        initial = sum(value.nbytes for value in methods["decode"].meta[STAGE_KEY].state.values())
+        assert _held_bytes(methods) <= qompose.report(methods["decode"]).bytes_after + initial
+    with pytest.raises(qompose.errors.StageError):
+        qompose.save(lowered, tmp_path / "again.qompose")

@@ -51,6 +51,7 @@ def lower(
     target: str = "torch",
     *,
     strict: bool = False,
+    keep_converted: bool = True,
 ) -> Any:
     """Replace each quantized region with its owner's kernel for `target`.
 
@@ -61,6 +62,8 @@ def lower(
         converted: a converted model, or a dict of several that become the methods of one program.
         target: the name of a runtime: "torch", or one that a backend brings.
         strict: raise an error if a region has no kernel.
+        keep_converted: let the result hold the converted program, and so its integers beside those that
+            kernels packed: what `save` and `compare` need. Without it, save `converted` itself.
 
     Returns:
         for "torch" a GraphModule, or a dict of several; for other targets a program of their runtime.
@@ -81,9 +84,9 @@ def lower(
             say_what_fell_back(record, strict=strict)
     # A second copy, beside the one that was lowered: `compare` needs the program as it is now, and its owner
     # may go on to edit it.
-    kept = {name: copy_graph_module(model) for name, model in models.items()}
+    kept = {name: copy_graph_module(model) for name, model in models.items() if keep_converted}
     attach_records(
-        {name: (part, replace(r, source=kept[name])) for name, (part, r) in parts.items()}
+        {name: (part, replace(r, source=kept.get(name))) for name, (part, r) in parts.items()}
     )
     return result
 

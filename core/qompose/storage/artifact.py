@@ -145,9 +145,9 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "This lowered model came from load or a pickle, so it no longer has the converted model that "
-            "save needs. Copy the file; or save what load(path, as_converted=True) returns, or what lower "
-            "makes of it."
+            "This lowered model has no converted model, which save needs: it came from load or a pickle, or "
+            "from lower with keep_converted=False. Save the converted model, copy the file, or save what "
+            "load(path, as_converted=True) returns, or what lower makes of it."
         )
     return record.source, record
 
