@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from qompose.errors import CompilationError, UserError
 from qompose.files import draft_of
+from qompose.json_codec import jsonable
 from qompose.plan.methods import ONLY, in_method
 from qompose.plan.plan import Record
 from qompose.program.aliasing import read_before_written, written_buffers
@@ -85,7 +86,7 @@ def write_package(
     several = set(parts) != {ONLY}
     with draft_of(file) as draft, torch.no_grad(), _refusing():
         files = {name or _ALONE: _files(programs[name], parts[name], state) for name in parts}
-        described = {STATE: json.dumps(_described(state))} if several and state else None
+        described = {STATE: json.dumps(_described(state), allow_nan=False)} if several and state else None
         package_pt2(str(draft), aoti_files=files, extra_files=described)
         runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
     return {
@@ -164,12 +165,15 @@ class _Stateful:
 
 
 def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return how buffers are made: shape, type, and a value for all elements or one for each."""
+    """Return how buffers are made: shape, type, and a value for all elements or one for each.
+
+    Infinities and NaN, which JSON does not have, are strings.
+    """
     found = {}
     for path, value in state.items():
         flat = value.detach().flatten()
-        uniform = bool((flat == flat[:1]).all())
-        values = (flat[:1].tolist() or [0]) if uniform else flat.tolist()
+        uniform = bool((flat == flat[:1]).all() or flat.isnan().all())
+        values = jsonable((flat[:1].tolist() or [0]) if uniform else flat.tolist())
         dtype = str(value.dtype).removeprefix("torch.")
         found[path] = {"shape": [*value.shape], "dtype": dtype, "values": values}
     return found

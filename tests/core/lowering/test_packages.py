@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 import torch._inductor.package.package
 from qompose import UserError
 from qompose.errors import CompilationError, InputError
-from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported
+from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported, _described
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -135,6 +137,7 @@ import json, sys, torch
 from torch.export.pt2_archive._package import load_pt2
 
 def made(shape, dtype, values):
+    values = [float(value) if isinstance(value, str) else value for value in values]
     values = torch.tensor(values, dtype=getattr(torch, dtype))
     return values.repeat(torch.Size(shape).numel() // len(values)).reshape(shape)
 
@@ -160,6 +163,19 @@ def memories() -> dict[str, GraphModule]:
     for name, args in calls.items():
         prepared[name](*args)
     return qompose.convert_pt2e(prepared)
+
+
+def test_described_state_is_json() -> None:
+    """Readers in other languages take no Infinity and no NaN; what is one number is written once."""
+    state = {
+        "mask": torch.tensor([[0.0, -torch.inf]]),
+        "unknown": torch.full((3,), torch.nan),
+        "seen": torch.zeros(2, 2, dtype=torch.int64),
+    }
+    described = json.loads(json.dumps(_described(state), allow_nan=False))
+    values = {path: [float(value) for value in one["values"]] for path, one in described.items()}
+    assert values["mask"] == [0.0, -torch.inf] and values["seen"] == [0]
+    assert len(values["unknown"]) == 1 and math.isnan(values["unknown"][0])
 
 
 @pytest.mark.full
