@@ -86,7 +86,9 @@ def write_package(
     several = set(parts) != {ONLY}
     with draft_of(file) as draft, torch.no_grad(), _refusing():
         files = {name or _ALONE: _files(programs[name], parts[name], state) for name in parts}
-        described = {STATE: json.dumps(_described(state), allow_nan=False)} if several and state else None
+        described = (
+            {STATE: json.dumps(_described(state), allow_nan=False)} if several and state else None
+        )
         package_pt2(str(draft), aoti_files=files, extra_files=described)
         runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
     return {
