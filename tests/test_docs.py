@@ -101,7 +101,7 @@ def test_messages_of_troubleshooting_are_in_the_sources() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.JoinedStr) or _is_text(node)
     }
-    table = pages.text("docs/troubleshooting.md").partition("## No error")[0]
+    table = pages.text("docs/troubleshooting.md").partition("## Without an error")[0]
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, re.MULTILINE)
     assert len(rows) == 20
     assert [message for message, _ in rows if not any(message in text for text in texts)] == []

@@ -97,7 +97,7 @@ def test_the_short_demo_ends_with_one_screen_and_a_report(
     tmp_path: pathlib.Path,
 ) -> None:
     """On less data: the figures are counted, not judged."""
-    demo, quick = example("demo", *SENTENCE[1:], *DIGITS[1:]), example("in_three_minutes")
+    demo, quick = example("demo", *SENTENCE[1:], *DIGITS[1:]), example("short_demo")
     monkeypatch.setattr(quick.sentence.task, "JUDGED_OF_EACH", 24)
     monkeypatch.setattr(quick.digits.task, "EPOCHS", 1)
     monkeypatch.setattr(quick, "verdict", lambda made, console: len(made))
