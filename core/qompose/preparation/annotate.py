@@ -243,7 +243,8 @@ def _shown_norms(member: Quantizer, propose: Propose, norms: Unfolded) -> Propos
     """Return a `propose` that shows batch norms which are folded for training to a member that needs them.
 
     Quantizers of other engines always see them, as there. One that annotates by qompose's own class sees
-    the folded program, and the other one if it fails on that or finds nothing in it.
+    both forms. What it says of the one with batch norms counts if it claims one and says nothing of the
+    tensor before that, or if it fails on the folded form or finds nothing in it.
     """
     inner = getattr(member, "member", member)
     if not (member.expects_folded or type(inner).propose is Quantizer.propose):
@@ -255,21 +256,27 @@ def _shown_norms(member: Quantizer, propose: Propose, norms: Unfolded) -> Propos
         view = norms.view(model)
         if view is None:
             return propose(model, taken, on_conflict)
-        failed: MemberError | None = None
-        if not member.expects_folded:
-            try:
-                found = propose(model, taken, on_conflict)
-            except MemberError as error:
-                failed = error
-            else:
-                if found.claims:
-                    return found
-        try:
-            return norms.proposal(propose(view, taken, on_conflict), model)
-        except MemberError as error:
-            raise (failed or error) from error
+        shown = _answer(propose, view, taken, on_conflict)
+        folded = shown
+        if not (member.expects_folded or norms.joined_by(shown)):
+            folded = _answer(propose, model, taken, on_conflict)
+            if isinstance(folded, Proposal) and folded.claims:
+                return folded
+        if isinstance(shown, Proposal):
+            return norms.proposal(shown, model)
+        raise folded if isinstance(folded, MemberError) else shown
 
     return proposed
+
+
+def _answer(
+    propose: Propose, model: GraphModule, taken: Sequence[Claim], on_conflict: str
+) -> Proposal | MemberError:
+    """Return what a member proposes of a program, or the error that it raises on it."""
+    try:
+        return propose(model, taken, on_conflict)
+    except MemberError as error:
+        return error
 
 
 def quantized_before(program: GraphModule) -> list[tuple[Claim, str]]:

@@ -241,6 +241,16 @@ class Unfolded:
             marks[self._place(name)] = {**entries, **marks.get(self._place(name), {})}
         return replace(made, claims=_joined(moved), notes=notes, marks=marks)
 
+    def joined_by(self, answer: object) -> bool:
+        """Tell whether a proposal claims a batch norm, and leaves the tensor before that one alone."""
+        claims = answer.claims if isinstance(answer, Proposal) else []
+        between = {spec.point.source for claim in claims for spec in claim.specs}
+        claimed = {name for claim in claims for name in claim.nodes}
+        return any(
+            norm in claimed and producer not in between
+            for norm, producer in self._producer_of.items()
+        )
+
     def _place(self, name: str) -> str:
         return self._producer_of.get(name, name)
 

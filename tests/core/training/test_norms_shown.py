@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,6 +128,37 @@ def test_what_is_said_of_a_batch_norm_is_of_what_it_is_folded_into(quantizer: An
     assert len(shared) == 1
     with torch.no_grad():
         assert (prepared(X) - converted(X)).abs().max() <= shared.pop()[0] * 1.001
+
+
+def annotate_as_seen(model: GraphModule) -> None:
+    """Annotate each convolution, and the output of the batch norm behind it where it shows."""
+    for conv in [node for node in model.graph.nodes if node.target is aten.conv2d.default]:
+        (behind,) = conv.users
+        annotate(conv, dict(zip(conv.all_input_nodes[:2], (ACTIVATION, WEIGHT), strict=True)))
+        if behind.target is aten.batch_norm.default:
+            annotate(behind, {}, ACTIVATION)
+
+
+def annotate_outputs(model: GraphModule) -> None:
+    """Annotate the output of each convolution, whatever reads it."""
+    for conv in [node for node in model.graph.nodes if node.target is aten.conv2d.default]:
+        annotate(conv, {}, ACTIVATION)
+
+
+@pytest.mark.parametrize("marks", [annotate_as_seen, annotate_outputs])
+def test_a_batch_norm_counts_for_a_quantizer_that_annotates_the_folded_program_too(
+    marks: Callable[[GraphModule], None],
+) -> None:
+    class Annotates(Quantizer):
+        def annotate(self, model: GraphModule) -> GraphModule:
+            marks(model)
+            return model
+
+    prepared = qompose.prepare_qat_pt2e(export(TwoBranches(), (X,)), Annotates())
+    claims = prepared.meta["qompose"].plan.claims
+    outputs = {spec.point.source for c in claims for spec in c.specs if spec.point.user is None}
+    assert outputs == {"conv2d", "conv2d_1"}
+    assert not [note for note in qompose.report(prepared).notes if "folded into" in note]
 
 
 def test_other_engines_see_batch_norms_in_training() -> None:
