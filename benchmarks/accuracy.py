@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How true int8 networks are on data that nobody calibrated on: ours, torchao's, NNCF's and ONNX Runtime's.
+"""Accuracy of int8 networks on data unseen in calibration: qompose, torchao, NNCF and ONNX Runtime.
 
 Pretrained networks and networks trained here, calibrated with data of one source and judged on data of
-others. Q/DQ models are judged, unless `--lowered` asks for kernels. Weights trained here are kept.
+others. Q/DQ models are judged unless `--lowered` selects kernels. Weights trained here are kept.
 """
 
 from __future__ import annotations
@@ -166,26 +166,32 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     for name, known in (("tasks", TASKS), ("engines", ENGINES)):
         add(f"--{name}", nargs="+", default=[*known], choices=[*known], metavar=name[:-1].upper(),
-            help=f"of {', '.join(known)} (all)")  # fmt: skip
-    add("--batches", nargs="+", type=int, default=[1, 8, 64], help="of calibration (%(default)s)")
+            help=f"any of {', '.join(known)} (default: all)")  # fmt: skip
+    add(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[1, 8, 64],
+        help="numbers of calibration batches (default: %(default)s)",
+    )
     add("--words", nargs="*", default=[], metavar="WORDS",
-        help="ours with each, too: range=minmax, range=mse,algorithms=smooth_quant+gptq")  # fmt: skip
+        help="also run qompose with each: range=minmax, range=mse,algorithms=smooth_quant+gptq")  # fmt: skip
     add(
         "--lowered",
         action="store_true",
-        help="judge kernels of this processor instead of Q/DQ models",
+        help="judge this processor's kernels instead of Q/DQ models",
     )
     add(
         "--quick",
         action="store_true",
-        help="little training and data, for a look: figures mean nothing",
+        help="little training and data, for a quick look: figures mean nothing",
     )
     add("--cache", type=Path, default=ROOT / "build" / "accuracy", metavar="FOLDER",
-        help="of weights trained here (build/accuracy)")  # fmt: skip
-    add("--threads", type=int, default=2, help="of every engine (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write every figure, by source too, here")
+        help="folder for weights trained here (default: build/accuracy)")  # fmt: skip
+    add("--threads", type=int, default=2, help="threads of every engine (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write every figure to this file, also by source")
     add("--page", type=Path, metavar="FILE",
-        help="write the tables here, without seconds, with command, date and versions")  # fmt: skip
+        help="write the tables to this file, without seconds, with command, date and versions")  # fmt: skip
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every performance table of this folder, one script after the other, into one folder of Markdown and JSON.
+"""Write every performance table of this folder, script by script, to one folder of Markdown and JSON.
 
-A script that is through is not run again: the same command goes on where it was stopped.
+A finished script is not run again: the same command resumes after an interruption.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ BENCHMARKS = (
     ),
     Benchmark(
         "x86_inference",
-        "How fast is int8 inference on x86, next to every engine there?",
+        "How fast is int8 inference on x86, compared with every other engine?",
         _ON_X86,
         (*_SHORT, "--models", "mlp-1"),
     ),
     Benchmark(
         "onnx_inference",
-        "How fast are ONNX files in ONNX Runtime and OpenVINO, beside those of others?",
+        "How fast are ONNX files in ONNX Runtime and OpenVINO, compared with other tools' files?",
         _ON_X86,
         (*_SHORT, "--models", "mlp-1"),
     ),
@@ -125,7 +125,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "decoders",
-        "How fast, small and accurate is a decoder with weights of fewer bits, beside peers?",
+        "How fast, small and accurate is a decoder with few-bit weights, compared with peers?",
         (*_ON_X86, "transformers"),
         ("--engines", "float", "--threads", "1", "--seconds", "0.1"),
     ),
@@ -174,7 +174,7 @@ class Result:
         except (OSError, ValueError, TypeError):
             return None
 
-    def stands(self, command: Sequence[str], facts: dict[str, Any]) -> bool:
+    def is_current(self, command: Sequence[str], facts: dict[str, Any]) -> bool:
         """Whether it is what the same command would measure now."""
         return self.status == 0 and self.command == [*command] and self.machine == facts
 
@@ -184,17 +184,21 @@ def main() -> int:
     add = parser.add_argument
     present = {benchmark.name: benchmark for benchmark in BENCHMARKS if benchmark.script.is_file()}
     add("--only", nargs="+", choices=[*present], default=[*present], metavar="NAME",
-        help=f"of {', '.join(present)} (all)")  # fmt: skip
+        help=f"any of {', '.join(present)} (default: all)")  # fmt: skip
     add(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="of the results (benchmark-results, -quick behind it)",
+        help="folder for the results (default: benchmark-results, or benchmark-results-quick)",
     )
-    add("--quick", action="store_true", help="minutes, for a look: figures mean nothing")
-    add("--again", action="store_true", help="run what is through already, too")
     add(
-        "--busy", action="store_true", help="measure though other processes are at work, and say so"
+        "--quick", action="store_true", help="takes minutes, for a quick look: figures mean nothing"
+    )
+    add("--again", action="store_true", help="also run finished scripts again")
+    add(
+        "--busy",
+        action="store_true",
+        help="measure even if other processes are running, and say so",
     )
     options = parser.parse_args()
     out = options.out or Path(f"benchmark-results{'-quick' if options.quick else ''}")
@@ -209,7 +213,7 @@ def main() -> int:
             return 2
         failed += result.status != 0
         _summarize(out, [present[n] for n in present], facts)
-    say(f"written: {out / 'README.md'}, and {len(options.only)} files of JSON beside it")
+    say(f"written: {out / 'README.md'}, and {len(options.only)} JSON files next to it")
     return int(failed > 0)
 
 
@@ -220,19 +224,19 @@ def _result(
     file = out / f"{benchmark.name}.json"
     arguments = benchmark.arguments(options.quick, out)
     known = Result.read(file)
-    if known is not None and known.stands(arguments, facts) and not options.again:
-        say(f"\n{benchmark.name}: kept, from before (--again measures it anew)")
+    if known is not None and known.is_current(arguments, facts) and not options.again:
+        say(f"\n{benchmark.name}: kept from an earlier run (--again measures it again)")
         return known
     busy = machine.busy()
     if busy is not None and busy > machine.IDLE:
-        told = f"other processes use {busy:.0%} of this machine's cores"
+        found = f"other processes use {busy:.0%} of this machine's cores"
         if not (options.busy or options.quick):
             say(
-                f"\n{benchmark.name}: refused, because {told}: what is measured beside them counts for "
-                "nothing. Stop them, or pass --busy, which every table then tells."
+                f"\n{benchmark.name}: refused, because {found}: times measured meanwhile mean nothing. "
+                "Stop them, or pass --busy, which every table then mentions."
             )
             return None
-        say(f"\n{benchmark.name}: {told}, so its figures count for nothing")
+        say(f"\n{benchmark.name}: {found}, so its figures mean nothing")
     result = _run(benchmark, arguments, options.quick, busy, facts)
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(result), indent=1) + "\n", "utf-8")

@@ -123,7 +123,9 @@ def of_memory(seconds: float) -> Iterator[Line]:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each line (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds for each line (default: %(default)s)"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch of calibration costs beside the eager float forward: qompose, by observer, and torchao."""
+"""Cost of a calibration batch relative to the eager float forward: qompose, by observer, and torchao."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ class Comparison:
 
     Attributes:
         models, engines: their names, in the order of the table.
-        columns: the titles behind those of model and engine.
+        columns: the titles after those of model and engine.
         compared: the engines that the JSON file gives ratios to.
         packages: those whose versions are printed.
-        threads: of every engine, unless told.
+        threads: the default number of threads of every engine.
         work: makes what an engine runs on a model, in a process of its own, with JSON-able facts of it.
         cells: the cells of a row whose engine has not failed.
         notes: lines below the table.
@@ -60,11 +60,31 @@ class Comparison:
         add = parser.add_argument
         for name, known in (("models", self.models), ("engines", self.engines)):
             add(f"--{name}", nargs="+", default=[*known], choices=[*known], metavar=name[:-1].upper(),
-                help=f"of {', '.join(known)}")  # fmt: skip
-        add("--rounds", type=int, default=15, help="of every engine, in turn (%(default)s)")
-        add("--seconds", type=float, default=0.5, help="of one round of one engine (%(default)s)")
-        add("--threads", type=int, default=self.threads, help="of every engine (%(default)s)")
-        add("--json", type=Path, metavar="FILE", help="write every figure and reason here too")
+                help=f"any of {', '.join(known)} (default: all)")  # fmt: skip
+        add(
+            "--rounds",
+            type=int,
+            default=15,
+            help="rounds of every engine, interleaved (default: %(default)s)",
+        )
+        add(
+            "--seconds",
+            type=float,
+            default=0.5,
+            help="seconds per round and engine (default: %(default)s)",
+        )
+        add(
+            "--threads",
+            type=int,
+            default=self.threads,
+            help="threads of every engine (default: %(default)s)",
+        )
+        add(
+            "--json",
+            type=Path,
+            metavar="FILE",
+            help="also write every figure and reason to this file",
+        )
         add("--work", choices=[*self.engines], help=argparse.SUPPRESS)
         return parser
 
@@ -94,7 +114,7 @@ class Comparison:
             )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """One row for each engine on each model, which is Markdown as it stands."""
+        """One row for each engine on each model, in Markdown."""
         shown = Table(box=box.MARKDOWN)
         for name in ("model", "engine"):
             shown.add_column(name, no_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model with a cache: how fast, how small and how true with weights of fewer bits, beside peers.
+"""Speed, size and accuracy of a language model with a cache and few-bit weights, compared with peers.
 
 LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine runs in
 a process of its own. OpenVINO and ONNX Runtime get the cache as inputs and outputs.
@@ -353,13 +353,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each time")
-    parser.add_argument("--true", action="store_true", help="SQNR in place of times")
-    parser.add_argument("--memory", action="store_true", help="memory in place of times")
-    parser.add_argument("--json", type=Path, help="where figures are kept, and added to")
-    parser.add_argument("--one", choices=list(ENGINES), help="for the script's own processes")
-    parser.add_argument("--load", type=Path, nargs="+", help="likewise")
-    parser.add_argument("--compiled", action="store_true", help="likewise")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="seconds for each measurement (default: %(default)s)",
+    )
+    parser.add_argument("--true", action="store_true", help="measure SQNR instead of times")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
+    parser.add_argument("--json", type=Path, help="keep figures in this file and add to them")
+    parser.add_argument("--one", choices=list(ENGINES), help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.load:
         print(loaded(given.load, compiled=given.compiled))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and size of quantized embedding tables: lookups and bags, beside float and torchao's graph."""
+"""Speed and size of quantized embedding tables: lookups and bags, compared with float and torchao."""
 
 from __future__ import annotations
 

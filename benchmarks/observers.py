@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near to float each way to estimate ranges leaves a model: of activations (`range=`) and of weights.
+"""Accuracy with each way to estimate ranges: of activations (`range=`) and of weights (`weight_range=`).
 
-Two tasks with real data: handwritten digits, several small networks of other seeds, and the neighbours of
-sentences, a pretrained encoder. One calibration serves every word whose statistics merge. Nothing is timed.
+Two tasks with real data: handwritten digits, with several small networks from different seeds, and nearest
+sentences, with a pretrained encoder. One calibration serves every name whose statistics merge. No timings.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
-    add("--seeds", type=int, default=10, help="networks of the digits (%(default)s)")
-    add("--every", type=int, default=1, help="take each so many-th text (%(default)s)")
+    add("--seeds", type=int, default=10, help="number of digit networks (default: %(default)s)")
+    add("--every", type=int, default=1, help="use every N-th text (default: %(default)s)")
     options = parser.parse_args()
     # What stays in float, and why, is what `report` is for: it is the same for every word.
     warnings.simplefilter("ignore", qompose.QomposeWarning)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files for ONNX Runtime beside the converted models they were made of: accuracy, and what was fused.
+"""Accuracy of files for ONNX Runtime compared with the converted models they come from, and what was fused.
 
 Every model of the zoo is quantized by the `onnx` backend with draws of its inputs, and judged on others: the
 SQNR to the float model of the Q/DQ model in torch and of the file in ONNX Runtime, and of the operators that
@@ -109,7 +109,9 @@ def main() -> None:
     """Print a row for each model as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[m.name for m in ZOO], metavar="MODEL")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every figure, as they come")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every figure to this file at once"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the `onnx` backend beside those of onnxruntime.quantization and NNCF: speed in both runtimes.
+"""Speed of the `onnx` backend's files and those of onnxruntime.quantization and NNCF, in both runtimes.
 
-Each engine is a file and the runtime that reads it. Files are made once and kept; the decibels beside the
-milliseconds are those to the float model, on the input that is timed and nobody calibrated with.
+Each engine is a file and the runtime that reads it. Files are made once and kept. SQNR is against the float
+model, on the timed input, which no engine was calibrated on.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def main() -> None:
     """Make the files alone, or measure too."""
     parser = COMPARISON.parser(__doc__)
     parser.add_argument("--files", type=Path, default=ROOT / "build" / "onnx_inference", metavar="FOLDER",
-        help="of what is made, and made once (build/onnx_inference)")  # fmt: skip
-    parser.add_argument("--prepare", action="store_true", help="make the files, measure nothing")
+        help="folder for files, which are made once (default: build/onnx_inference)")  # fmt: skip
+    parser.add_argument("--prepare", action="store_true", help="only make the files")
     options = parser.parse_args()
     if not options.prepare:
         COMPARISON.run(options)

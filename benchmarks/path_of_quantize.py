@@ -96,7 +96,9 @@ def row(name: str, way: dict[CodeType, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--list", action="store_true", help="print the way of `backends` where it is handed on, too"
+        "--list",
+        action="store_true",
+        help="also print the path of `backends` where it is passed on",
     )
     options = parser.parse_args()
     torch.manual_seed(0)

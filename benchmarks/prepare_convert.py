@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and peak memory of prepare and convert: qompose beside torchao, in one run, on one thread.
+"""Time and peak memory of prepare and convert: qompose and torchao, in one run, on one thread.
 
 Time: chains of N x (linear, relu), 8 wide, so that all of it is the engine's own work. Both engines get
 the same exported program and the XNNPACK quantizer of their side in its default configuration, and run
@@ -214,7 +214,7 @@ def memory_table(names: Sequence[str], shape: Sequence[int]) -> list[list[str]]:
 
 
 def show(title: str, rows: list[list[str]], notes: Sequence[str] = ()) -> None:
-    """Print rows as a table for eyes, and as Markdown."""
+    """Print rows as a table for the terminal, and as Markdown."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}\n")
     for row in rows:
@@ -229,10 +229,19 @@ def show(title: str, rows: list[list[str]], notes: Sequence[str] = ()) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="lengths of the chains")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        help="lengths of the chains (default: %(default)s)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--longest", type=float, default=LONGEST, help="seconds that a run may take"
+        "--longest",
+        type=float,
+        default=LONGEST,
+        help="stop an engine if its next run would take more seconds (default: %(default)s)",
     )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--heavy", type=int, nargs=3, default=(40, 1024, 8192),

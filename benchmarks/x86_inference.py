@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of int8 inference on x86: torchao, ONNX Runtime, OpenVINO, XNNPACK and qompose, beside float."""
+"""Speed of int8 inference on x86: torchao, ONNX Runtime, OpenVINO, XNNPACK, qompose and float."""
 
 from __future__ import annotations
 

@@ -77,9 +77,18 @@ COMPARISON = Comparison(
 def main() -> None:
     parser = COMPARISON.parser(__doc__.splitlines()[0])  # type: ignore[union-attr]
     add = parser.add_argument
-    add("--calibration", type=int, default=32, help="inputs to calibrate with (%(default)s)")
-    add("--held-out", type=int, default=32, help="other inputs, for the SQNR (%(default)s)")
-    add("--quick", action="store_true", help="small networks, three short rounds: for a look only")
+    add("--calibration", type=int, default=32, help="calibration inputs (default: %(default)s)")
+    add(
+        "--held-out",
+        type=int,
+        default=32,
+        help="held-out inputs for the SQNR (default: %(default)s)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="small networks and three short rounds, for a quick look",
+    )
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 3, 0.05

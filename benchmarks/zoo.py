@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All models of the zoo through every flow of every installed backend: what works, how much of it, how well.
+"""Run the zoo's models through every flow of every installed backend: what works, coverage and accuracy.
 
-A run that crashes, hangs or takes too much memory is a row. What is measured outlasts a kill: the same
-command goes on where it was.
+A run that crashes, hangs or takes too much memory is a row. Results are saved at once: the same command
+resumes after an interruption.
 """
 
 from __future__ import annotations
@@ -65,61 +65,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    shell = "names, where * stands for anything"
-    add("--models", nargs="+", default=["*"], help=f"{shell} (all)")
+    shell = "names, with * as a wildcard"
+    add("--models", nargs="+", default=["*"], help=f"{shell} (default: all)")
     add(
         "--backends",
         nargs="+",
         default=["*"],
-        help=f"{shell}; compositions are called `one + other`",
+        help=f"{shell}; compositions are named `one + other` (default: all)",
     )
-    add("--schemes", nargs="+", default=["*"], help=f"configurations and modes, {shell} (all)")
-    add("--targets", nargs="+", default=["*"], help=f"{shell} (all)")
+    add(
+        "--schemes",
+        nargs="+",
+        default=["*"],
+        help=f"configurations and modes, {shell} (default: all)",
+    )
+    add("--targets", nargs="+", default=["*"], help=f"{shell} (default: all)")
     add(
         "--first",
         action="store_true",
-        help="of each mode of a backend its first configuration alone",
+        help="only the first configuration of each mode of a backend",
     )
-    add("--dynamic", action="store_true", help="with dynamic batches too, for first configurations")
+    add("--dynamic", action="store_true", help="also dynamic batches, for first configurations")
     add(
         "--peers",
         nargs="*",
         choices=[*PEERS],
         metavar="PEER",
-        help=f"beside ours: {', '.join(PEERS)} (all)",
+        help=f"also run {', '.join(PEERS)}; without names, all of them",
     )
     add(
         "--zoo",
         default="zoo_models",
-        help="module or file with the models, in EVERY or ZOO (%(default)s)",
+        help="module or file that lists the models as EVERY or ZOO (default: %(default)s)",
     )
     add(
         "--state",
         type=Path,
         default=ROOT / "zoo-state.jsonl",
-        help="what is measured so far (%(default)s)",
+        help="file of results so far (default: %(default)s)",
     )
-    add("--restart", action="store_true", help="throw away what is measured so far")
-    add("--mixed", action="store_true", help="keep what other sources or versions gave")
+    add("--restart", action="store_true", help="discard results so far")
+    add("--mixed", action="store_true", help="keep results of other sources or versions")
     add(
         "--again",
         choices=["failed", "changed"],
         default="",
-        help="measure such rows again, and keep others",
+        help="measure these rows again and keep the others",
     )
-    add("--show", action="store_true", help="print what is measured so far, and measure nothing")
-    add("--seconds", type=float, default=300, help="the most that a run may take (%(default)s)")
-    most = "the most MiB that it may hold, on Linux (%(default)s)"
+    add("--show", action="store_true", help="only print results so far")
+    add("--seconds", type=float, default=300, help="time limit of a run (default: %(default)s)")
+    most = "memory limit of a run in MiB, on Linux (default: %(default)s)"
     add("--memory", type=int, default=6144, help=most)
-    add("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
+    add("--jobs", type=int, default=1, help="parallel runs (default: %(default)s)")
     add(
         "--layout",
         choices=["rows", "models"],
         default="rows",
-        help="a line for each run, or for each model",
+        help="print a line per run or per model (default: %(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="write every figure and reason here too")
-    add("--list", action="store_true", help="print the models and flows that are chosen")
+    add("--json", type=Path, metavar="FILE", help="also write every figure and reason to this file")
+    add("--list", action="store_true", help="only print the selected models and flows")
     add("--work", action="store_true", help=argparse.SUPPRESS)
     return parser
 

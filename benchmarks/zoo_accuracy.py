@@ -81,7 +81,12 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", default=[*SHOWN], choices=[*ENGINES], metavar="ENGINE"
     )
-    parser.add_argument("--draws", type=int, default=1, help="of weights (1)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help="number of perturbed weight sets (default: %(default)s)",
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

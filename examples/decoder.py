@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of `transformers` with weights of few bits: quantized, compiled, saved, loaded, and generating.
+"""A decoder of `transformers` with few-bit weights: quantized, compiled, saved, loaded, and generating.
 
 A prompt and a single token are two methods of one program, which share weights and cache. Weights are
-random, since only figures are shown: give a family, bits, and a size. Prints bytes, SQNR to float over
+random, since only figures are shown. Prints bytes, SQNR to float over
 the float model's own tokens, and tokens per second.
 """
 
@@ -161,7 +161,9 @@ def run(family: str, bits: int, wide: int, layers: int, steps: Steps) -> list[Ro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row per model; return 1 where it is too far from float."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", default="Llama", help="Llama, Qwen2, Gemma, ...")
+    parser.add_argument(
+        "--family", default="Llama", help="Llama, Qwen2, Gemma, ... (default: %(default)s)"
+    )
     parser.add_argument("--bits", type=int, default=4, choices=sorted(LEAST))
     parser.add_argument("--wide", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)

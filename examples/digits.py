@@ -2,7 +2,7 @@
 """Train a small residual network on real images of digits, quantize it, and compare every engine.
 
 The network runs in float, with XNNPACK's kernels in this process and on the ExecuTorch runtime, and
-with oneDNN's int8 kernels. It fails where an int8 engine loses more accuracy than it may.
+with oneDNN's int8 kernels. It fails if an int8 engine loses more accuracy than allowed.
 """
 
 from __future__ import annotations

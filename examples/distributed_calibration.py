@@ -3,7 +3,9 @@
 
     torchrun --nproc-per-node 4 examples/distributed_calibration.py seen.safetensors
 
-The file is bit by bit what `python examples/distributed_calibration.py seen.safetensors` writes alone.
+The file equals, bit for bit, what one process writes:
+
+    python examples/distributed_calibration.py seen.safetensors
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch.distributed as dist
 def main() -> None:
     """Start the process group where torchrun says so, calibrate, and write the statistics once."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("output", help="a .safetensors or .json file")
+    parser.add_argument("output", help="file for the statistics, .safetensors or .json")
     output = parser.parse_args().output
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

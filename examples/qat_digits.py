@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a network for its integers, on real images of digits, where calibrating alone loses accuracy.
+"""Quantization-aware training on real images of digits, where calibration alone loses accuracy.
 
-At eight bits the network runs XNNPACK's kernels. At four there is none: XNNPACK's rules decide what is
-quantized, and the integers are simulated (Q/DQ). What is counted is what the converted model gets right,
-on average over networks from several seeds, on test images that no recipe was chosen by. Calibration is given
-the best of all its ranges. The example fails where training does not bring accuracy back.
+At 8 bits the network runs XNNPACK's kernels. At 4 bits there are none: XNNPACK's rules decide what is
+quantized, and the integers are simulated (Q/DQ). Accuracy is that of the converted model, averaged over
+networks from several seeds, on test images that no recipe was chosen by. Calibration gets the best of all
+its ranges. The example fails if training does not recover accuracy.
 """
 
 from __future__ import annotations
@@ -285,9 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--validate",
         action="store_true",
-        help="measure on parts of the training images in place of the test images, to choose a recipe",
+        help="measure on parts of the training images instead of the test images, to choose a recipe",
     )
-    parser.add_argument("--plot", type=Path, default=Path("qat_digits.svg"), help="where curves go")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("qat_digits.svg"),
+        help="where to write the curves (default: %(default)s)",
+    )
     asked = parser.parse_args(arguments)
     with Steps() as steps:
         results = measure(steps, asked.validate)

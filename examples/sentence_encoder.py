@@ -3,8 +3,8 @@
 
 all-MiniLM-L6-v2 runs in float and in int8: its embedding tables by the embedding backend, its linears
 by XNNPACK (in this process, and as a .pte on the ExecuTorch runtime) or by oneDNN (eager, compiled).
-It is calibrated with texts of some packages and judged by texts of others, beside figures of peers on
-the same texts. It fails where an int8 engine strays further from the float embeddings than it may.
+It is calibrated with texts of some packages and judged on texts of others, next to figures of peers on
+the same texts. It fails if an int8 engine strays further from the float embeddings than allowed.
 """
 
 from __future__ import annotations
@@ -123,10 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=task.JUDGED_OF_EACH, metavar="COUNT",
-                        help="of each kind to judge by (%(default)s)")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of timing (%(default)s)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--reports", action="store_true", help="print qompose's full reports too")
+                        help="texts of each kind to judge on (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="rounds of timing (default: %(default)s)"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--reports", action="store_true", help="also print qompose's full reports")
     return parser
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `demo.py` does: two models, two compositions of backends each, run in this process without a compiler.
+"""What `demo.py` runs: two models, each with two compositions of backends, without a compiler.
 
-Both models are judged on data that did not calibrate them, the encoder on texts of other packages, beside
-what was measured of peers on the same texts.
+Both models are judged on data unseen in calibration, the encoder on texts of other packages, next to
+figures of peers on the same texts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROUNDS = 5
 TARGET = ("torch",)
 PEERS = ("torchao x86", "nncf", "onnxruntime")
 LEGEND = (
-    "int8: part of the multiply-accumulates; neighbour: part of the texts whose nearest one is that of\n"
-    "the float model; ms: a batch of 16 texts, not compiled."
+    "int8: fraction of the multiply-accumulates; neighbour: fraction of the texts with the same nearest\n"
+    "text as in the float model; ms: a batch of 16 texts, not compiled."
 )
 
 

@@ -33,6 +33,16 @@ def test_every_result_with_peers_is_on_the_page() -> None:
         assert not has_peers or f"results/{file.name})" in text
 
 
+def test_files_are_compared_in_the_same_runtime() -> None:
+    """Our file in a faster runtime does not beat a peer's in a slower one."""
+    engines = {"ours, ONNX Runtime": 3, "onnxruntime.quantization": 2, "ours, OpenVINO": 1}
+    rows = "".join(f"| mlp | {name} | {ms} | {ms} | {ms} |\n" for name, ms in engines.items())
+    found = measured.result_of("onnx", f"| model | engine | ms | p10 | p90 |\n|---|---|\n{rows}")
+    assert found is not None and found.products() == ["onnxruntime.quantization"]
+    ((_, _, ours, theirs),) = measured.duels(found, found.products())
+    assert (ours.median, theirs.median) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("ours", "verdict"), [((1, 0.9, 1.9), "ahead"), ((2, 1, 3), "even"), ((4, 3.5, 5), "behind")]
 )

@@ -22,6 +22,9 @@ LIKE: dict[str, tuple[str, ...]] = {
     "tables": ("qompose 8 bits",),
 }
 
+# What runs the file of an engine whose name does not end in ", RUNTIME".
+RUNTIMES = {"onnxruntime.quantization": "ONNX Runtime"}
+
 OURS, FLOAT, LIMIT = "qompose", "float", "limit"
 AHEAD, EVEN, BEHIND = "ahead", "even", "behind"
 
@@ -43,11 +46,16 @@ class Time:
     @property
     def product(self) -> str:
         """Return whose engine it is: "qompose", "float", "limit", or the first word of its name."""
-        if "qompose" in self.engine:
+        if "qompose" in self.engine or self.engine.startswith("ours, "):
             return OURS
         if "float" in self.engine or self.engine == "eager":
             return FLOAT
-        return LIMIT if self.engine == "memory limit" else self.engine.split()[0]
+        return LIMIT if self.engine == "memory limit" else self.engine.split()[0].rstrip(",")
+
+    @property
+    def runtime(self) -> str:
+        """Return what runs the engine's file, "" where the engine runs by itself."""
+        return RUNTIMES.get(self.engine, self.engine.partition(", ")[2])
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,13 @@ class Result:
         found += [product for products in self.failed.values() for product in sorted(products)]
         return [each for each in dict.fromkeys(found) if each not in (OURS, FLOAT, LIMIT)]
 
-    def best(self, model: str, products: Sequence[str]) -> Time | None:
-        """Return the fastest of some products on a model, None where none of them ran."""
-        found = [time for time in self.times[model] if time.product in products]
+    def best(self, model: str, products: Sequence[str], runtime: str | None = None) -> Time | None:
+        """Return the fastest of some products on a model, in any or a given runtime; None if none ran."""
+        found = [
+            time
+            for time in self.times[model]
+            if time.product in products and runtime in (None, time.runtime)
+        ]
         return min(found, key=lambda time: time.median, default=None)
 
 
@@ -147,10 +159,10 @@ def verdict(ours: Time, theirs: Time) -> str:
 
 
 def duels(result: Result, products: Sequence[str]) -> Iterator[tuple[str, str, Time, Time]]:
-    """Yield (model, product, our fastest, its fastest) wherever both ran."""
+    """Yield (model, product, our fastest, its fastest) wherever both ran, in the same runtime."""
     for model in result.times:
-        ours = result.best(model, (OURS,))
         for product in products:
             theirs = result.best(model, (product,))
+            ours = None if theirs is None else result.best(model, (OURS,), theirs.runtime)
             if ours is not None and theirs is not None:
                 yield model, product, ours, theirs
