@@ -81,8 +81,8 @@ class ExcludedBackendError(BackendNotFoundError):
         listed = ",".join(sorted(allowed))
         UserError.__init__(
             self,
-            f"Backend {name!r} is installed ({source}), but {variable}={listed!r} excludes it: add "
-            f"{name!r} to {variable}, or unset that.",
+            f"Backend {name!r} is installed ({source}), but {variable}={listed!r} excludes "
+            f"it. Add {name!r} to {variable} or unset {variable}.",
         )
 
 
@@ -106,9 +106,10 @@ class AnnotationConflictError(UserError, RuntimeError):
     def __init__(self, earlier: str, later: str, node: str, change: str) -> None:
         self.earlier, self.later, self.node, self.change = earlier, later, node, change
         super().__init__(
-            f"Quantizer {later!r} {change} the annotation that quantizer {earlier!r} put on node "
-            f"{node!r}. Restrict one of them (set_module_name(..., None), or qompose.restrict), change their "
-            'order, or compose with on_conflict="first" to keep the earlier one.'
+            f"Quantizer {later!r} {change} the annotation of node {node!r} by quantizer "
+            f"{earlier!r}. Restrict one of them (set_module_name(..., None) or "
+            'qompose.restrict), change their order, or compose with on_conflict="first" to '
+            "keep the earlier annotation."
         )
 
 
@@ -122,7 +123,7 @@ class ContestedRegionError(AnnotationConflictError):
     def __init__(self, contests: Sequence[tuple[str, str, str, str, tuple[str, ...]]]) -> None:
         self.contests = tuple(contests)
         self.earlier, _, self.later, _, nodes = self.contests[0]
-        self.node, self.change = nodes[0], "wants"
+        self.node, self.change = nodes[0], "claims"
         lines = [
             f"{', '.join(nodes)}: {earlier} (rule {rule}) and {later} (rule {other})"
             for earlier, rule, later, other, nodes in self.contests
@@ -130,10 +131,10 @@ class ContestedRegionError(AnnotationConflictError):
         shown = [*lines[:8], *([f"and {len(lines) - 8} more"] if lines[8:] else [])]
         UserError.__init__(
             self,
-            'Members of a composition with on_conflict="error" want the same operators:\n'
+            'Members of a composition with on_conflict="error" claim the same operators:\n'
             + "".join(f"  - {line}\n" for line in shown)
-            + "In each line restrict one of the two (set_module_name(..., None), or qompose.restrict); or "
-            "leave on_conflict out to give such operators to the earlier member.",
+            + "For each line, restrict one of the members (set_module_name(..., None) or qompose.restrict), "
+            "or omit on_conflict to give the operators to the earlier member.",
         )
 
 
@@ -154,10 +155,10 @@ class NotExportedError(UserError, TypeError):
 
     def __init__(self, model: object, function: str) -> None:
         super().__init__(
-            f"{function} takes a torch.export.ExportedProgram, or the GraphModule of its .module(), "
-            f"got {type(model).__module__}.{type(model).__qualname__}. "
-            "Export first: torch.export.export(model.eval(), example_inputs); "
-            "or call qompose.quantize(model, example_inputs, ...), which exports for you."
+            f"{function} expects a torch.export.ExportedProgram, or the GraphModule that its "
+            f"module() returns, got {type(model).__module__}.{type(model).__qualname__}. "
+            "Export the model first with torch.export.export(model.eval(), example_inputs), "
+            "or call qompose.quantize(model, example_inputs, ...)."
         )
 
 
@@ -172,9 +173,11 @@ class UncalibratedError(UserError):
         self.tensors = tuple(tensors)
         listed = "\n".join(f"  - {tensor}" for tensor in tensors)
         super().__init__(
-            f"{len(tensors)} observed tensors never saw data:\n{listed}\n"
-            "Run qompose.calibrate(prepared, batches), or a plain `prepared(*inputs)` loop, before "
-            "convert_pt2e; or pass allow_uncalibrated=True to leave those regions in float."
+            f"{len(tensors)} observed tensors never saw data:\n"
+            f"{listed}\n"
+            "Before convert_pt2e, run qompose.calibrate(prepared, batches) or call "
+            "prepared(*inputs) in a loop. Pass allow_uncalibrated=True to leave these "
+            "regions in float."
         )
 
 
@@ -183,11 +186,12 @@ class UnlearnedError(UserError):
 
     def __init__(self, products: Mapping[str, int]) -> None:
         self.products = dict(products)
-        listed = ", ".join(f"{word} of {number} products" for word, number in products.items())
+        listed = ", ".join(f"{word} for {number} layers" for word, number in products.items())
         super().__init__(
-            f"{listed} needs calibration data: call qompose.calibrate(prepared, batches) before "
-            "convert_pt2e. Running the model on each batch or applying merged statistics is not enough. "
-            "allow_uncalibrated=True rounds to nearest instead."
+            f"calibration data is required by {listed}: call qompose.calibrate(prepared, "
+            "batches) before convert_pt2e. Calling the model on each batch or applying "
+            "merged statistics is not enough. Pass allow_uncalibrated=True to round to "
+            "nearest instead."
         )
 
 
@@ -213,8 +217,8 @@ class InputError(UserError, ValueError):
     def __init__(self, name: str, given: str, wanted: str) -> None:
         self.name = name
         super().__init__(
-            f"the input {name} is {given}, and the program was exported for {wanted}; export it with "
-            "dynamic_shapes that let sizes vary, or for another constant"
+            f"input {name} is {given}, but the program was exported for {wanted}. Export it "
+            "with dynamic_shapes for variable sizes, or with another constant"
         )
 
 
@@ -241,16 +245,18 @@ class MissingBackendError(BackendNotFoundError):
         name, release = owner["backend"], owner["version"]
         self.name, self.installed = name, tuple(installed)
         if owner["distribution"]:
-            source = f" (of {owner['distribution']} {release})"
-            remedy = f'pip install "{owner["distribution"]}=={release}", or a later release of it'
+            source = f" (from {owner['distribution']} {release})"
+            remedy = (
+                f'run pip install "{owner["distribution"]}=={release}" or install a later release'
+            )
         else:
             source = ", which belonged to no installed package when the model was saved"
-            remedy = "offer it by an entry point of the group 'qompose'"
+            remedy = "register it as an entry point in the group 'qompose'"
         UserError.__init__(
             self,
-            f"This model was quantized by the backend {name!r}{source}, and no such backend is installed: "
-            f"{remedy}. Installed: {', '.join(installed) or 'none'}. "
-            "Without it the loaded model still runs, and cannot be lowered.",
+            f"This model was quantized by the backend {name!r}{source}, which is not "
+            f"installed; {remedy}. Installed: {', '.join(installed) or 'none'}. The loaded "
+            "model runs without it, but cannot be lowered.",
         )
 
 

@@ -36,8 +36,8 @@ def destination(path: Path) -> Path:
     except FileNotFoundError:
         return Path(os.path.realpath(path))
     if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "no file")
-        raise UserError(f"{path} cannot be written: it is {kind}, and a file would replace it")
+        kind = next((name for test, name in _KINDS if test(mode)), "not a file")
+        raise UserError(f"{path} cannot be written: it is {kind}, which a file would replace")
     return Path(os.path.realpath(path))
 
 

@@ -153,7 +153,7 @@ def read_fields(data: Any, kind: Any, codecs: Mapping[str, Codec], path: str) ->
     needed = {_SHORT.get(f.name, f.name) for f in fields(kind) if f.default is MISSING}
     missing = [key for key in keys if key in needed - set(data)]
     if missing:
-        raise ConfigError(f"{path} needs {' and '.join(missing)}")
+        raise ConfigError(f"{path} is missing {' and '.join(missing)}")
     values = {
         keys[key]: codecs[keys[key]].read(item, f"{path}.{key}") for key, item in data.items()
     }
@@ -230,7 +230,7 @@ def _fixed(codecs: list[Codec]) -> Codec:
     def each(method: str, kind: type) -> Callable[[Any, str], Any]:
         def apply(values: Any, path: str) -> Any:
             if not isinstance(values, (tuple, list)) or len(values) != len(codecs):
-                raise ConfigError(f"{path} must be a list of {len(codecs)}, got {values!r}")
+                raise ConfigError(f"{path} must be a list of {len(codecs)} items, got {values!r}")
             parts = zip(codecs, values, strict=True)
             return kind(getattr(c, method)(v, f"{path}[{i}]") for i, (c, v) in enumerate(parts))
 
@@ -252,7 +252,7 @@ def check_keys(data: Mapping[Any, Any], known: Iterable[str], path: str) -> None
         if key not in known:
             hint = near_names(str(key), known)
             raise ConfigError(
-                f"{path} has the unknown key {key!r}{hint}; known: {', '.join(known)}"
+                f"{path} has an unknown key {key!r}{hint}. Known keys: {', '.join(known)}"
             )
 
 

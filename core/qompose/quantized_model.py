@@ -98,8 +98,8 @@ class QuantizedModel:
         """
         if not callable(self.model):
             raise TargetError(
-                f"A {type(self.model).__name__} cannot be timed next to the float program: time it in its "
-                'runtime, or quantize with target="torch".'
+                f"A {type(self.model).__name__} cannot be benchmarked against the float "
+                'program; time it in its own runtime, or quantize with target="torch".'
             )
         inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
         models = {
@@ -109,7 +109,9 @@ class QuantizedModel:
         }
         calls = {name: partial(model, *inputs, **keywords) for name, model in models.items()}
         timings = _timed(calls, seconds)
-        slower = [f"{row.name} ({row.ratio:.2f} times)" for row in timings.rows if row.ratio > 1]
+        slower = [
+            f"{row.name} (takes {row.ratio:.2f}x as long)" for row in timings.rows if row.ratio > 1
+        ]
         if slower:
             warnings.warn(f"slower than float: {', '.join(slower)}", QomposeWarning, stacklevel=2)
         return timings
@@ -120,7 +122,9 @@ class QuantizedModel:
         exported = self.exported.example_inputs
         if not inputs and not keywords:
             if exported is None:
-                raise UserError("benchmark needs inputs: the program was exported without any")
+                raise UserError(
+                    "benchmark requires inputs: the program was exported without example inputs"
+                )
             return exported[0], exported[1]
         takes_mapping = exported is not None and any(isinstance(x, Mapping) for x in exported[0])
         if (
@@ -168,7 +172,7 @@ def quantize(
     """
     if backends is None:
         raise UserError(
-            "quantize needs backends: names of installed ones, quantizers, or a list of both"
+            "quantize requires backends: names of installed backends, quantizers, or a list of both"
         )
     quantizer = as_composition(backends)
     exported = (
@@ -189,7 +193,7 @@ def _export(
 ) -> ExportedProgram:
     if isinstance(model, GraphModule) or not isinstance(model, nn.Module):
         raise UserError(
-            "quantize takes a torch.nn.Module or an ExportedProgram; for a GraphModule call "
+            "quantize expects a torch.nn.Module or an ExportedProgram; for a GraphModule use "
             "prepare_pt2e, calibrate, convert_pt2e and lower"
         )
     args, keywords = _example_call(model, example_inputs, kwargs)
@@ -210,8 +214,8 @@ def _example_call(
     """Return the arguments of one call of a model, checked against what it takes."""
     if example_inputs is None and not kwargs:
         raise UserError(
-            "quantize needs example_inputs, the arguments of one call, to export the model: a tuple, a "
-            "tensor, or a dict of keyword arguments"
+            "quantize requires example_inputs to export the model: a tuple, a tensor, or a "
+            "dict of keyword arguments"
         )
     try:
         args, keywords = arguments_of(() if example_inputs is None else example_inputs)
@@ -221,7 +225,7 @@ def _example_call(
             f"arguments, got {example_inputs!r}"
         ) from None
     if twice := sorted(keywords.keys() & (kwargs or {}).keys()):
-        raise UserError(f"{', '.join(twice)} is in example_inputs and in kwargs: pass it once")
+        raise UserError(f"{', '.join(twice)} is in both example_inputs and kwargs")
     keywords |= kwargs or {}
     try:
         signature(model.forward).bind(*args, **keywords)
@@ -230,7 +234,7 @@ def _example_call(
     except TypeError as error:
         hint = ""
         if isinstance(example_inputs, Mapping):
-            hint = "; where a dict itself is the argument, pass (dict,)"
+            hint = "; to pass a dict as the first argument, use (dict,)"
         raise UserError(
             f"The example inputs do not fit {type(model).__name__}: {error}{hint}"
         ) from None

@@ -82,7 +82,7 @@ def looped(backend: str) -> str:
     for batch in reversed(batches(7)):
         model(*batch)
     decided = outcome(model)
-    for word in ("smooth_quant of", "gptq of", "bias_correction of", "range of z"):
+    for word in ("smooth_quant on", "gptq on", "bias_correction on", "range of z"):
         assert any(line.startswith(word) for line in decided.splitlines()), word
     return decided
 

@@ -85,6 +85,6 @@ def test_no_worse_than_ranges_of_all_values(backend: str, name: str, kind: str) 
         for x in (other[0], odd(*other)):
             own, plain = (sqnr(model(x), converted(x)) for converted in models)
             assert own - plain > WORST.get(kind, -0.3)
-    few = [note for note in report.notes if f" {FEW.get(kind)} different example" in note]
+    few = [note for note in report.notes if f" {FEW.get(kind)} distinct example" in note]
     assert bool(few) == (kind in FEW)
     assert not any("nan" in line for line in report.rewrites)

@@ -89,4 +89,4 @@ def test_bias_correction(backend: str, images: bool) -> None:
     options = {"weight_qmin": -8, "weight_qmax": 7}
     without, gained, lines = repaired(backend, model, batches, "bias_correction", **options)
     assert gained > without + 2
-    assert sum("bias_correction of" in line for line in lines) == (4 if images else 5)
+    assert sum("bias_correction on" in line for line in lines) == (4 if images else 5)

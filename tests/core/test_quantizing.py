@@ -66,7 +66,7 @@ def with_models(seconds: float, *others: float) -> tuple[QuantizedModel, list[Ti
 
 def test_float_lowered_and_compiled_are_timed() -> None:
     result, models = with_models(2.0, 3.0, 1.0)
-    with pytest.warns(qompose.QomposeWarning, match=r"lowered \(1.50 times\)") as said:
+    with pytest.warns(qompose.QomposeWarning, match=r"lowered \(takes 1.50x as long\)") as said:
         timings = result.benchmark(X, keywords={"factor": X})
     assert [Path(w.filename).name for w in said] == ["test_quantizing.py"]
     assert [(row.name, row.seconds, row.ratio) for row in timings.rows] == [

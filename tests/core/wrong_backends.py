@@ -324,7 +324,7 @@ WRONG = {
     ),
     "blind to strides": fails("matches_reference", linear("strides"), "contiguous"),
     "truncation": fails("matches_reference", linear("truncates"), "truncate"),
-    "rounding down": fails("matches_reference", linear("rounds down"), "off by a step, -0."),
+    "rounding down": fails("matches_reference", linear("rounds down"), "by one step, -0."),
     "one step up": fails("matches_reference", linear("one step up"), "+1.00 steps"),
     "off by two steps": fails("matches_reference", linear("two steps"), "2 steps"),
     "no zero point": fails("matches_reference", linear("no zero point"), ZERO_POINTS),
@@ -347,13 +347,13 @@ WRONG = {
     "an emit that crashes": fails("lowers", linear(kernels=emitting(crash)), "ZeroDivisionError"),
     "an emit that computes in float": fails("lowers", linear(kernels=emitting(in_float)), "aten.linear"),
     "a target whose model cannot be called": fails(
-        "lowers", lambda: SoundBackend([ON_DEVICE], configs=ONE, targets=(DEVICE,)), "called"
+        "lowers", lambda: SoundBackend([ON_DEVICE], configs=ONE, targets=(DEVICE,)), "callable"
     ),
     "a mode that no config has": fails(
         "has_configs", lambda: SoundBackend([LINEAR], configs=ONE), "dynamic, weight-only"
     ),
     "a config that fits no rule": fails(
-        "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "a rule that can follow"
+        "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "a rule that supports"
     ),
     "no quantizer": fails("loads", sound(LINEAR, configs=ONE, quantizer_class=int), "0"),
     "a version of the future": fails("loads", sound(LINEAR, configs=ONE, api_version=99), "api_version = 99"),
@@ -381,7 +381,7 @@ WRONG = {
         "has_configs", sound(LINEAR, configs={"static": lambda: STATIC}), "the configuration itself"
     ),
     "a warning": fails("lowers", linear(kernels=emitting(warning)), "this one is slow"),
-    "no training": fails("trains", quantizer(Calibrated), "to claim its example"),
+    "no training": fails("trains", quantizer(Calibrated), "claims its example"),
     "another model than was trained": fails(
         "trains", sound(LINEAR, configs={"static": replace(STATIC, input_activation=IDLE)}), "40 dB"
     ),
@@ -398,7 +398,7 @@ WRONG = {
     "a global setting": fails("works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"),
     "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
     "a refusal without reason beside another": fails(
-        "composes", linear(kernels=emitting(speechless)), "an owner, or a reason"
+        "composes", linear(kernels=emitting(speechless)), "an owner or a reason"
     ),
     "no kernel for what was loaded": fails("saves", linear(kernels=emitting(of_this_export)), "simulated"),
     "coarse beside another": fails("composes", quantizer(Coarse, LINEAR_RELU, LINEAR), "min_sqnr"),

@@ -27,4 +27,4 @@ def test_smooth_quant_passes_nncf(example: Any) -> None:
     nncf = next(row for row in page.rows if row["engine"] == "nncf")
     assert task.mean_cosine(wanted, ours) > float(nncf["cosine"])
     assert task.signal_to_noise(wanted, ours) > float(nncf["SQNR, dB"])
-    assert any("smooth_quant of" in line for line in found.report.rewrites)
+    assert any("smooth_quant on" in line for line in found.report.rewrites)

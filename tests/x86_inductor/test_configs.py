@@ -190,7 +190,7 @@ class TestWhatExcludesWhat:
             ("weight_only", {**WEIGHT_ONLY, "reduce_range": True}), ("per_token=True", {"per_token": True}),
             ("per_token=True", {"per_token": True, **WEIGHT_ONLY}),
             ("reduce_range", {"per_token": True, "is_dynamic": True, "reduce_range": True}),
-            ("symmetric=False needs group_size", {**WEIGHT_ONLY, "symmetric": False}),
+            ("symmetric=False requires group_size", {**WEIGHT_ONLY, "symmetric": False}),
             ("group_size=32", {"group_size": 32}), ("group_size=32", {"group_size": 32, "is_dynamic": True}),
             ("48", {"group_size": 48, **WEIGHT_ONLY}), ("widest", {**WEIGHT_ONLY, "range": "widest"}),
             ("weight_range .*'widest'", {"weight_range": "widest"}),

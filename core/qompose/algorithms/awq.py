@@ -87,7 +87,7 @@ class AWQ(Algorithm):
                     self._refuse(found, product.node, str(reason))
             else:
                 found.divide(source.name, divided, [product.weight.name for product in products])
-                found.made.append(f"{self.word} of {_where(source, products)}: {effect}")
+                found.made.append(f"{self.word} on {_where(source, products)}: {effect}")
 
     def _products(self, found: Calibrated) -> dict[Node, list[Operands]]:
         """Return the products to change by what they read; say of others why they are not."""
@@ -108,7 +108,7 @@ class AWQ(Algorithm):
         return dict(sorted(together.items(), key=lambda item: places[item[0]]))
 
     def _refuse(self, found: Calibrated, node: Node, reason: str) -> None:
-        found.refused.append(f"{self.word} of {describe(node)} was not made: {reason}")
+        found.refused.append(f"{self.word} was not applied to {describe(node)}: {reason}")
 
 
 def _check(found: Calibrated, product: Operands) -> None:
@@ -119,20 +119,20 @@ def _check(found: Calibrated, product: Operands) -> None:
     """
     constant, node = constant_of(product.weight), product.node
     if constant is None:
-        raise NotChanged("its weight is computed")
+        raise NotChanged("its weight is not a parameter")
     if groups_of(node) != 1 or node.target in TRANSPOSED:
-        raise NotChanged("it is a convolution in groups, or a transposed one")
+        raise NotChanged("it is a grouped or transposed convolution")
     number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
     points = () if number is None else found.plan.groups[number].points
     if found.readers.get(address_of(constant), 0) > 1 or len(points) > 1:
-        raise NotChanged(f"{product.weight.target} is read by other operators too")
+        raise NotChanged(f"{product.weight.target} is also read by other operators")
     spec = _spec(found, product)
     if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
         raise NotChanged(f"{product.weight.target} is not quantized to integers by an observer")
     block = spec.block_size or ()
     rows = len(block) < constant.dim() or block[0] == 1
     if not rows or axis_of(spec) not in (None, 0):
-        raise NotChanged(f"{product.weight.target} has scales that several of its outputs share")
+        raise NotChanged(f"several outputs of {product.weight.target} share a scale")
 
 
 def _spec(found: Calibrated, product: Operands) -> Any:
@@ -141,7 +141,7 @@ def _spec(found: Calibrated, product: Operands) -> Any:
 
 
 def _where(source: Node, products: Sequence[Operands]) -> str:
-    return f"{source.name}, the input of {', '.join(describe(p.node) for p in products)}"
+    return f"{source.name} (input of {', '.join(describe(p.node) for p in products)})"
 
 
 def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> tuple[Divided, str]:
@@ -152,7 +152,9 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     """
     dims = {channel_dim(product.node, product.weight) for product in products}
     if len(dims) > 1:
-        raise NotChanged("the layers that read its input have its channels in different dimensions")
+        raise NotChanged(
+            "the layers that read its input have their channels in different dimensions"
+        )
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
     absorbers = find_absorbers(found, source, users, dim)
@@ -161,13 +163,13 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
-            f"on held-out calibration data the best factors make the squared error only {gain:.2f} times "
-            f"smaller, and {needed} is needed"
+            "the best factors reduce the squared error on held-out calibration data only "
+            f"{gain:.2f}x, at least {needed}x is required"
         )
     how = who_divides(absorbers.parameters if absorbers else (), found.nodes)
     effect = (
-        f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared error on "
-        f"held-out calibration data {gain:.2f} times smaller"
+        f"channels divided by {float(values.min()):g} to {float(values.max()):g}, {how}; squared "
+        f"error on held-out calibration data reduced {gain:.2f}x"
     )
     return Divided(values, dim, users, absorbers), effect
 

@@ -85,13 +85,13 @@ class _Correction:
             NotChanged: it stays as it is.
         """
         if product.bias is None:
-            raise NotChanged("it has no bias, and its kernel was chosen without one")
+            raise NotChanged("it has no bias, and its kernel was chosen for a layer without one")
         bias, name = constant_of(product.bias), product.bias.name
         if bias is None:
-            raise NotChanged(f"{name}, which it adds, is computed")
+            raise NotChanged(f"its bias {name} is not a parameter")
         own = bool(self._factors.absorbed(name))  # it gets a tensor of its own to take them up
         if not own and self._readers.get(address_of(bias), 0) > 1:
-            raise NotChanged(f"{product.bias.target} is read by other operators too")
+            raise NotChanged(f"{product.bias.target} is also read by other operators")
         if str(product.bias.target) in self._written:
             raise NotChanged(f"the program writes to {product.bias.target}")
         mean = self._mean(product)
@@ -106,15 +106,20 @@ class _Correction:
         return (
             name,
             corrected,
-            f"the means of its outputs were off by up to {most:.3g}, {usual:.3g} in the root mean square",
+            (
+                f"corrected the means of its outputs by up to {most:.3g} ({usual:.3g} root mean "
+                "square)"
+            ),
         )
 
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._found.sums.get((product.source, None))
-        found: Tensor | str = "they were not kept" if observer is None else observer.seen().values()
+        found: Tensor | str = (
+            "they were not recorded" if observer is None else observer.seen().values()
+        )
         if isinstance(found, str):
-            raise NotKnown(f"of the means of {product.source.name}: {found}")
+            raise NotKnown(f"the input means of {product.source.name} are unknown: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):
             found = found / vector.double().cpu() if dim == 1 else found
         return found
@@ -135,7 +140,8 @@ class _Correction:
         gain = _gain(rows, taps_of(rounding, reader.groups, reader.transposed).sum(3), mean)
         if not gain > 1.0:  # NaN neither
             raise NotChanged(
-                f"on calibration data its squared error would become {gain:.2f} times smaller"
+                "its squared error on calibration data would not decrease (before/after ratio "
+                f"{gain:.2f})"
             )
 
     def _rounding(self, product: Operands) -> Tensor:
@@ -182,5 +188,5 @@ def _size(size: Any) -> int:
     """Return a size; of one that is open, that of the example."""
     hint = size if isinstance(size, int) else size.node.hint
     if hint is None:
-        raise NotChanged("the size of its input is open")
+        raise NotChanged("the size of its input is unknown")
     return int(hint)

@@ -150,15 +150,17 @@ class Calibrated:
         channels = value_of(self.nodes[source]).shape[divided.dim]
         if source in found.divided:
             raise ValueError(
-                f"{source} is divided by factors already: name all its readers at once"
+                f"{source} is already divided by factors; name all its readers in one call"
             )
         if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
-            raise ValueError(f"factors of {source} must be {channels} positive and finite numbers")
+            raise ValueError(f"factors of {source} must be {channels} positive, finite numbers")
         absorbed, taking = [(name, (values, 1)) for name in weights], [*weights]
         if divided.absorbers is not None:
             of_rows, rows = divided.absorbers.of_rows(values), divided.absorbers.rows
             if not torch.equal(of_rows[rows.to(values.device)], 1 / values):
-                raise ValueError(f"factors of {source} differ where one row takes up several")
+                raise ValueError(
+                    f"factors of {source} differ within a parameter row that absorbs several of them"
+                )
             absorbed += [(name, (of_rows, 0)) for name in divided.absorbers.parameters]
             taking += [
                 n for n in divided.absorbers.parameters if self.nodes[n] in self.group_of_value

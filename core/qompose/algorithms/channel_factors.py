@@ -60,7 +60,7 @@ class Factors:
     @property
     def effect(self) -> str:
         """Say what they gain."""
-        return f"squared error on held-out calibration data {self.gain:.1f} times smaller"
+        return f"squared error on held-out calibration data reduced {self.gain:.1f}x"
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,8 @@ def load_algorithm(word: str) -> Algorithm:
     if word not in found:
         hint = near_names(word, [*ALGORITHM_WORDS, *found])
         raise ConfigError(
-            f"no installed package offers the algorithm {word!r}{hint}: {', '.join(found) or 'none'}"
+            f"no installed package provides the algorithm {word!r}{hint}. Installed: "
+            f"{', '.join(found) or 'none'}"
         )
     outcome = _load(found[word])
     if isinstance(outcome, str):
@@ -61,7 +62,7 @@ def _load(info: BackendInfo) -> Algorithm | str:
     if info.problem is not None:
         return info.problem
     if info.name in ALGORITHM_WORDS:
-        return f"{info.name!r} is the name of one of qompose's algorithms; choose another"
+        return f"{info.name!r} is a built-in algorithm of qompose; choose another name"
     try:
         found = EntryPoint(info.name, info.module, ALGORITHM_GROUP).load()
     except KeyboardInterrupt:
@@ -72,9 +73,9 @@ def _load(info: BackendInfo) -> Algorithm | str:
         try:
             found = found()
         except Exception as error:
-            return f"it cannot be made without arguments: {describe_error(error)}"
+            return f"it cannot be created without arguments: {describe_error(error)}"
     if not isinstance(found, Algorithm):
         return f"its entry point is {found!r}, not a qompose.algorithms.Algorithm"
     if found.word != info.name:
-        return f"its name is {found.word!r}, but its entry point is {info.name!r}"
+        return f"its name is {found.word!r}, but its entry point is named {info.name!r}"
     return found

@@ -161,8 +161,8 @@ def _note(node: Node, reason: str, paired: bool) -> str:
     """Say why a product is not equalized with what reads it; "" of one that ends a chain."""
     if paired and reason == LEAVES:
         return ""
-    with_readers = " with what reads it" if paired else ""
-    return f"{EQUALIZATION} of {describe(node)}{with_readers} was not made: {reason}"
+    with_readers = " and its readers" if paired else ""
+    return f"{EQUALIZATION} was not applied to {describe(node)}{with_readers}: {reason}"
 
 
 def _products(
@@ -176,7 +176,7 @@ def _products(
     for claim in claims:
         node = product_node(claim, nodes)
         if node is None:
-            reasons[nodes[claim.anchor]] = "it is neither a linear nor a convolution"
+            reasons[nodes[claim.anchor]] = "it is not a linear or convolution"
             continue
         found = product_of(node, readers, written)
         if isinstance(found, str):
@@ -196,8 +196,8 @@ def _read(
     """
     other = sides.get(reader.node)
     if other is None:
-        why = reasons.get(reader.node, f"{EQUALIZATION} is not asked for there")
-        raise NotEqualizable(f"{describe(reader.node)} reads it: {why}")
+        why = reasons.get(reader.node, f"{EQUALIZATION} is not enabled for it")
+        raise NotEqualizable(f"its reader {describe(reader.node)} cannot be changed: {why}")
     return other, reader.inner
 
 
@@ -220,7 +220,7 @@ def _moved(links: Sequence[_Link], reasons: dict[Node, str]) -> list[tuple[_Link
                 side.columns.fill_(1.0)
         for link in even:
             reasons[link.first.product.node] = (
-                "its channels are even, or its biases do not allow it"
+                "its channels are already even, or its biases prevent equalization"
             )
         left = [link for link in left if link not in even]
     return [(link, before[id(link)]) for link in left]
@@ -247,12 +247,14 @@ def _write(node: Node, value: Tensor) -> None:
 
 def _rewrite(link: _Link, before: float) -> Rewrite:
     where = ", ".join(module_path(node) or "the program" for node in link.nodes)
-    effect = f"largest over smallest channel of their weights {before:.3g} before, {link.spread:.3g} after"
+    effect = (
+        f"ratio of largest to smallest weight channel {before:.3g} before, {link.spread:.3g} after"
+    )
     return Rewrite(EQUALIZATION, tuple(n.name for n in link.nodes), (), f"in {where}; {effect}")
 
 
 aten = torch.ops.aten
-LEAVES = "its value leaves the program or the body that it is in"
+LEAVES = "its output leaves the program or its subgraph"
 
 
 class NotEqualizable(Exception):  # noqa: N818 - a state, not a mistake
@@ -292,7 +294,7 @@ def readers_of(value: Node, dim: int, inner: int = 1) -> Iterator[Reader]:
         NotEqualizable: something reads it that factors would not pass through.
     """
     if not value.users:
-        raise NotEqualizable("nothing reads its value")
+        raise NotEqualizable("nothing reads its output")
     for user in value.users:
         if user.op == "output":
             raise NotEqualizable(LEAVES)
@@ -317,8 +319,11 @@ def _reader(user: Node, value: Node, dim: int, inner: int) -> Reader:
 
 def _why_not(user: Node) -> str:
     if user.target in _CUT_OFF:
-        return f"{describe(user)} behind it cuts values off at a number, which no factor passes through"
-    return f"{describe(user)} reads it, which no factor of a channel passes through"
+        return (
+            f"{describe(user)}, which follows it, clips at a constant, so channels cannot be scaled "
+            "through it"
+        )
+    return f"{describe(user)} reads it, and channels cannot be scaled through that operator"
 
 
 Passed = tuple[int, int]
@@ -331,7 +336,7 @@ def _elementwise(user: Node, value: Node, dim: int, inner: int) -> Passed:
 def _pool(user: Node, value: Node, dim: int, inner: int) -> Passed:
     spatial = 3 if "3d" in str(user.target) else 2 if "2d" in str(user.target) else 1
     if dim >= value_of(value).dim() - spatial:
-        raise NotEqualizable(f"{describe(user)} puts channels together")
+        raise NotEqualizable(f"{describe(user)} combines channels")
     return dim, inner
 
 
@@ -341,7 +346,7 @@ def _mean(user: Node, value: Node, dim: int, inner: int) -> Passed:
     reduced = {d % rank for d in given["dim"] or range(rank)}
     left = [d for d in range(rank) if d not in reduced]
     if dim not in left:
-        raise NotEqualizable(f"{describe(user)} puts channels together")
+        raise NotEqualizable(f"{describe(user)} combines channels")
     return dim if given["keepdim"] else left.index(dim), inner
 
 
@@ -349,7 +354,7 @@ def _pad(user: Node, value: Node, dim: int, inner: int) -> Passed:
     given = arguments_of(user)
     zeros = given.get("mode", "constant") == "constant" and not given["value"]
     if not zeros or dim >= value_of(value).dim() - len(given["pad"]) // 2:
-        raise NotEqualizable(f"{describe(user)} reads it, and pads with something other than zeros")
+        raise NotEqualizable(f"{describe(user)} reads it and pads with a value other than zero")
     return dim, inner
 
 

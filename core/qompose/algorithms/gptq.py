@@ -127,11 +127,11 @@ class GPTQ(Algorithm):
         for name in ("act_order", "static_groups"):
             given: object = getattr(self, name)
             if not isinstance(given, bool):
-                raise ConfigError(f"{name} of GPTQ must be True or False, got {given!r}")
+                raise ConfigError(f"GPTQ option {name} must be True or False, got {given!r}")
         if self.act_order and not self.static_groups:
             raise ConfigError(
-                "static_groups=False of GPTQ requires act_order=False: a group's scale comes from its "
-                "updated weights, so its columns have to be rounded one after another"
+                "GPTQ with static_groups=False requires act_order=False: group scales come from "
+                "updated weights, so columns must be rounded in order"
             )
 
     def _check_numbers(self) -> None:
@@ -139,11 +139,11 @@ class GPTQ(Algorithm):
         if damping is not None:
             number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
             if not number or not 0 < damping < math.inf:  # type: ignore[operator]
-                raise ConfigError(f"damping of GPTQ must be a positive number, got {damping!r}")
+                raise ConfigError(f"GPTQ option damping must be a positive number, got {damping!r}")
             object.__setattr__(self, "damping", float(damping))  # type: ignore[arg-type]
         size: object = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"block_size of GPTQ must be a positive integer, got {size!r}")
+            raise ConfigError(f"GPTQ option block_size must be a positive integer, got {size!r}")
 
     def __str__(self) -> str:
         given = [f for f in fields(self) if getattr(self, f.name) != f.default]
@@ -173,30 +173,33 @@ class GPTQ(Algorithm):
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
         if inputs.channels == 1:
-            raise NotChanged("each output reads a single value, so no other can compensate")
+            raise NotChanged(
+                "each output reads a single value, so rounding errors cannot be compensated"
+            )
         reader = reader_of(found, product)
         together = not isinstance(inputs, InputRows) and columns_of(product)[0].window is not None
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
-                f"on held-out calibration data its squared error becomes only {gain:.2f} times smaller, and "
-                f"{_NEEDED} is needed"
+                f"the squared error on held-out calibration data is reduced only {gain:.2f}x, at "
+                f"least {_NEEDED}x is required"
             )
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:
             set_scales(found, product, q.scale, q.zero_point)
         set_integers(found, product, integers)
-        effect = f"squared error on held-out calibration data {gain:.2f} times smaller"
+        effect = f"squared error on held-out calibration data reduced {gain:.2f}x"
         return "; ".join([effect, *self._remarks(q, inputs)])
 
     def _remarks(self, q: QParams, inputs: Inputs) -> Iterator[str]:
         """Yield what else there is to say of a weight that was rounded."""
         if inputs.number < inputs.channels:
             yield (
-                f"from {inputs.number} rows for {inputs.channels} channels (more calibration data would help)"
+                f"based on {inputs.number} rows for {inputs.channels} channels (more calibration "
+                "data would help)"
             )
         if not self.static_groups and not _has_groups_of_columns(q):
-            yield "static_groups=False changes nothing, as its columns have no scales by groups"
+            yield "static_groups=False has no effect because its columns have no group scales"
 
     def _forms(self, found: Calibrated, product: Operands, inputs: Inputs) -> list[_Form]:
         """Return the forms that are to be tried."""
@@ -562,8 +565,8 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed.any()):
         raise NotChanged(
-            "the matrix of its input's second moments is singular: calibrate with more data, or give GPTQ "
-            "a larger damping"
+            "the second-moment matrix of its input is singular; calibrate with more data or "
+            "increase GPTQ's damping"
         )
     del shrunk
     root: Tensor = lower.flip(1, 2)

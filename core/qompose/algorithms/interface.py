@@ -161,7 +161,7 @@ class Algorithms:
     def _each(self, step: str) -> Iterator[tuple[Algorithm, AbstractContextManager[None]]]:
         for algorithm in self.members:
             name = algorithm.word or type(algorithm).__name__
-            yield algorithm, blaming(f"algorithm {name}, asked to {step},")
+            yield algorithm, blaming(f"algorithm {name} (step {step!r})")
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         """Let each change the parameters of a program, in place; return what all did."""
@@ -223,7 +223,7 @@ class Algorithms:
 
     def learning(self, claims: Sequence[Claim]) -> Iterator[tuple[Algorithm, int, Part]]:
         """Yield the algorithms that learn, each with the number of a claim and what it learns of together."""
-        for algorithm, blamed in self._each("say what it learns of"):
+        for algorithm, blamed in self._each("select what to learn"):
             with blamed:
                 parts = [
                     (number, algorithm.learns(claim))
@@ -234,7 +234,7 @@ class Algorithms:
 
     def learn(self, algorithm: Algorithm, found: Calibrated, block: Block) -> None:
         """Let one of them decide on the weights of a block."""
-        for member, blamed in self._each(f"learn of {block.name}"):
+        for member, blamed in self._each(f"learn {block.name}"):
             if member is algorithm:
                 with blamed:
                     member.learn(found, block)

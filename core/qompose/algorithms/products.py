@@ -137,7 +137,9 @@ def change_products(
                     raise
                 unknown += [str(reason)] if isinstance(reason, NotKnown) else []
     if unknown:
-        found.refused.append(f"{word} of {len(unknown)} of the products was not made: {unknown[0]}")
+        found.refused.append(
+            f"{word} was not applied to {len(unknown)} of the layers: {unknown[0]}"
+        )
 
 
 @contextmanager
@@ -151,9 +153,9 @@ def noted(found: Calibrated, algorithm: Algorithm, product: Operands | Node) -> 
     try:
         yield effects
     except NotChanged as reason:
-        found.refused.append(f"{algorithm.word} of {where} was not made: {reason}")
+        found.refused.append(f"{algorithm.word} was not applied to {where}: {reason}")
     else:
-        found.made.extend(f"{algorithm.word} of {where}: {effect}" for effect in effects)
+        found.made.extend(f"{algorithm.word} on {where}: {effect}" for effect in effects)
 
 
 def operands_of(found: Calibrated, number: int) -> Operands:
@@ -164,9 +166,9 @@ def operands_of(found: Calibrated, number: int) -> Operands:
     """
     node = product_node(found.plan.claims[number], found.nodes)
     if node is None:
-        raise NotChanged("it is neither a linear nor a convolution")
+        raise NotChanged("it is not a linear or convolution")
     if number in found.dropped:
-        raise NotChanged(f"it stays in float, since {found.dropped[number]}")
+        raise NotChanged(f"it stays in float: {found.dropped[number]}")
     return Operands.of(node)
 
 
@@ -210,14 +212,14 @@ def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -
     """
     weight, bias = node.args[1], arguments_of(node)["bias"]
     if not isinstance(weight, Node) or constant_of(weight) is None:
-        return f"the weight of {describe(node)} is computed"
+        return f"the weight of {describe(node)} is not a parameter"
     for parameter in filter(None, (weight, bias)):
         assert isinstance(parameter, Node)
         constant = constant_of(parameter)
         if constant is None:
-            return f"{describe(parameter)}, which {node.name} adds, is computed"
+            return f"{describe(parameter)}, the bias of {node.name}, is not a parameter"
         if readers.get(address_of(constant), 0) > 1:
-            return f"{parameter.target} is read by other operators too"
+            return f"{parameter.target} is also read by other operators"
         if str(parameter.target) in written:
             return f"the program writes to {parameter.target}"
     return Product(node, weight, bias if isinstance(bias, Node) else None, groups_of(node))
@@ -411,7 +413,7 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
     columns, _ = columns_of(product)
     observer = found.sums.get((product.source, columns))
     if observer is None:
-        raise NotKnown("no second moments of its input were kept")
+        raise NotKnown("no second moments of its input were recorded")
     unscaled = _unscaled(found, product, columns)
     return normalized_moments(observer.total, observer.count, unscaled, _noise(found, product))
 
@@ -450,11 +452,9 @@ def check_seen(count: Tensor, size: float) -> None:
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
     if not bool(count.all()):
-        raise NotChanged(
-            "too few different examples of its input were seen, and none can be held back"
-        )
+        raise NotChanged("calibration saw too few distinct examples of its input to hold any back")
     if not 0 < size < math.inf:
-        raise NotChanged("its input is zero, or has values that are not finite")
+        raise NotChanged("its input is all zeros or has non-finite values")
 
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
@@ -501,7 +501,7 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
     number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None:
-        raise NotChanged(f"{product.weight.target} has no integers that are known here")
+        raise NotChanged(f"the quantization parameters of {product.weight.target} are unknown")
     return number, q
 
 
@@ -541,9 +541,9 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
     """
     number, _ = weight_group(found, product)
     if number in found.integers:
-        raise NotChanged("another algorithm has chosen its integers")
+        raise NotChanged("another algorithm has already chosen its integers")
     if len(found.plan.groups[number].points) > 1:
-        raise NotChanged(f"{product.weight.target} is read by other operators too")
+        raise NotChanged(f"{product.weight.target} is also read by other operators")
 
 
 def check_own_scales(found: Calibrated, number: int) -> None:
@@ -556,9 +556,9 @@ def check_own_scales(found: Calibrated, number: int) -> None:
     kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
     known = isinstance(kind, type) and issubclass(kind, (MinMaxObserver, PerBlockMinMaxObserver))
     if not known or type(found.observers[number]) is not kind:
-        raise NotChanged("its range is not that of all values, but estimated by another observer")
+        raise NotChanged("its observer does not use the min/max range")
     if any(number in group.depends_on for group in plan.groups):
-        raise NotChanged("parameters of other tensors are derived from its own")
+        raise NotChanged("quantization parameters of other tensors are derived from it")
     if not found.factors.constant(plan.groups[number].points[0].source).numel():
         raise NotChanged("it is empty")
     if len({point.source for point in plan.groups[number].points}) > 1:
@@ -603,10 +603,10 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     source, number = product.source.name, _group_read(found, product)
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None or not q.per_tensor or reader.weight is None:
-        raise NotChanged(f"{source} has no scale that is known here")
+        raise NotChanged(f"the scale of {source} is unknown")
     sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
     if sample.rows.shape[1] != reader.channels:
-        raise NotChanged(f"the rows that are kept of {source} are of another tensor")
+        raise NotChanged(f"the sampled rows of {source} belong to another tensor")
     rows = sample.rows.to(reader.weight.device)
     factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
     if factors is not None and balance is not None and balance.side == INPUT:
@@ -628,16 +628,16 @@ def _sample(observer: Any, dim: int) -> RowSample:
     elif isinstance(inner, AutoRangeObserver):
         sample, kept = inner.sample, inner.channel_dim
     else:
-        raise NotChanged("its input keeps no rows, as range='auto' does")
+        raise NotChanged("its input has no sampled rows (range='auto' records them)")
     if isinstance(inner, AutoRangeObserver) and not inner.readers:
         raise NotChanged(
-            "tensors of several producers share its range, and no rows of it alone are kept"
+            "its range is shared by tensors of several producers, so its own rows were not sampled"
         )
     if kept != dim or not sample.seen:
-        raise NotKnown("no rows of its input were kept")
+        raise NotKnown("no rows of its input were sampled")
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
         raise NotChanged(
-            f"calibration saw too few different examples: {sample.examples}, and {FEWEST_EXAMPLES} are "
-            "needed"
+            f"calibration saw {sample.examples} distinct examples of its input, at least "
+            f"{FEWEST_EXAMPLES} are required"
         )
     return sample

@@ -93,11 +93,11 @@ class ScaleSearch(Algorithm):
             chosen, gain = _searched(found, number, q, seen)
         except NotChanged as reason:
             if asked or isinstance(reason, _UselessData):
-                found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
+                found.refused.append(f"{self.word} was not applied to {weight.target}: {reason}")
             return None
         found.made.append(
-            f"{self.word} of {weight.target}: {what} {gain:.2f} times smaller than with the range of all "
-            "values"
+            f"{self.word} on {weight.target}: {what} reduced {gain:.2f}x compared to the min/max "
+            "range"
         )
         return chosen
 
@@ -115,7 +115,7 @@ class ScaleSearch(Algorithm):
                 and constant_of(weight) is not None
             ):
                 reason = f"it is stored as {dtype}, which has no scale"
-                found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
+                found.refused.append(f"{self.word} was not applied to {weight.target}: {reason}")
 
 
 def _channels_of(product: Operands) -> tuple[Columns, int]:
@@ -234,7 +234,7 @@ def _seen_by(found: Calibrated, number: int, *, asked: bool) -> tuple[_Seen, str
         if not asked:
             raise
         supposed = _Seen((_Inputs(one, one),))
-        return supposed, "without data, squared error for inputs that are all alike"
+        return supposed, "squared error (no calibration data; inputs assumed equal in magnitude)"
 
 
 _HELD_BACK = "squared error on held-out calibration data"
@@ -257,10 +257,10 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
     count = torch.stack([observer.count for observer, _ in seen]).sum(0)
     unit = sums.sum(0)[1].mean() / count.sum()
     if not bool(sums.isfinite().all()) or not unit > 0:
-        raise _UselessData("its input is zero, or has values that are not finite")
+        raise _UselessData("its input is all zeros or has non-finite values")
     if not bool(count.all()):
         raise _UselessData(
-            "too few different examples of its input were seen, and none can be held back"
+            "calibration saw too few distinct examples of its input to hold any back"
         )
     halves = zip((*sums, sums.sum(0)), (*count, count.sum()), strict=True)
     inputs = (_Inputs.of(some, number, unit, products[0]) for some, number in halves)
@@ -303,10 +303,11 @@ def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[
     scales, zero_points, before, after = zip(*pieces, strict=True)
     gain = math.fsum(before) / max(math.fsum(after), NOTHING)
     if not seen.sketches and not gain > 1:
-        raise NotChanged("no other range has a smaller error")
+        raise NotChanged("no other range reduces the error")
     if seen.sketches and not gain >= _NEEDED:
         raise NotChanged(
-            f"other ranges would make the {_HELD_BACK} {gain:.2f} times smaller, and {_NEEDED} is needed"
+            f"other ranges reduce the {_HELD_BACK} only {gain:.2f}x, at least {_NEEDED}x is "
+            "required"
         )
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
     return replace(q, scale=scale, zero_point=zero_point), gain

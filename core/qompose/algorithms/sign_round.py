@@ -78,7 +78,9 @@ class SignRound(Algorithm):
     def __post_init__(self) -> None:
         given: object = self.iterations
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigError(f"iterations of SignRound must be a positive integer, got {given!r}")
+            raise ConfigError(
+                f"SignRound option iterations must be a positive integer, got {given!r}"
+            )
 
     def __str__(self) -> str:
         options = [] if self.iterations == 200 else [f"{self.iterations} iterations"]
@@ -133,15 +135,15 @@ class SignRound(Algorithm):
         gain = before / max(best, NOTHING)
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
-                f"on held-out calibration data the squared error of {block.name} becomes only "
-                f"{gain:.2f} times smaller, and {_NEEDED} is needed"
+                f"the squared error of {block.name} on held-out calibration data is reduced only "
+                f"{gain:.2f}x, at least {_NEEDED}x is required"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
         return (
-            f"squared error of {block.name} on held-out calibration data {gain:.2f} times smaller: "
-            f"{before:.3g} before, {begun:.3g} from gptq, {best:.3g} after {at} of {self.iterations} "
-            "iterations"
+            f"squared error of {block.name} on held-out calibration data reduced {gain:.2f}x: "
+            f"{before:.3g} before, {begun:.3g} after GPTQ, {best:.3g} after {at} of "
+            f"{self.iterations} iterations"
         )
 
     def _begin(self, found: Calibrated, block: Block, weights: Sequence[_Weight]) -> None:
@@ -258,21 +260,20 @@ class _Data:
             NotChanged: it has too few different examples, or its outputs are zero or not finite.
         """
         if not block.outputs:
-            raise NotChanged(f"no operator after {block.name} reads one of its float tensors")
+            raise NotChanged(f"no operator outside {block.name} reads its float outputs")
         wanted = [block.wanted(batch) for batch in range(block.batches)]
         finite = all(bool(value.isfinite().all()) for outputs in wanted for value in outputs)
         parts = block.exchange((finite, [hashes.tolist() for hashes in block.hashes]))
         if not all(finite for finite, _ in parts):
-            raise NotChanged(
-                f"the outputs of {block.name} in float have values that are not finite"
-            )
+            raise NotChanged(f"the float outputs of {block.name} have non-finite values")
         everywhere = [of_rank for _, of_rank in parts]
         different = sorted(
             {hash_ for of_rank in everywhere for of_batch in of_rank for hash_ in of_batch}
         )
         if len(different) < FEWEST_EXAMPLES:
             raise NotChanged(
-                f"{len(different)} different examples were seen, and {FEWEST_EXAMPLES} are needed"
+                f"calibration saw {len(different)} distinct examples, at least {FEWEST_EXAMPLES} "
+                "are required"
             )
         apart = torch.tensor(different[::_HELD_BACK])
         order = sorted(
@@ -282,7 +283,7 @@ class _Data:
             if not set(different[::_HELD_BACK]).issuperset(of_batch)
         )
         if not order:
-            raise NotChanged("all examples that differ are held back")
+            raise NotChanged("all distinct examples are held out")
         data = cls(
             block,
             wanted,
@@ -292,9 +293,7 @@ class _Data:
         )
         power = data.summed(lambda batch: data.squares(batch, None, held_back=False))
         if not bool(power.isfinite().all() & (power > 0).all()):
-            raise NotChanged(
-                f"the outputs of {block.name} are zero, or have values that are not finite"
-            )
+            raise NotChanged(f"the outputs of {block.name} are all zeros or have non-finite values")
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:
@@ -341,7 +340,7 @@ class _Data:
         part = self._own_gradients(batch, weights) if rank == self.block.rank else None
         found: list[tuple[Tensor, Tensor]] | None = self.block.exchange(part)[rank]
         if found is None:
-            raise NotChanged(f"the outputs of {self.block.name} are not finite")
+            raise NotChanged(f"the outputs of {self.block.name} have non-finite values")
         return found
 
     def _own_gradients(

@@ -91,21 +91,23 @@ class Smoothing(Algorithm):
                 found[number] = placing.balance(groups[number], points)
             except _NotSmoothed as reason:
                 users = ", ".join(describe(nodes[point.user or ""]) for point in points)
-                notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
+                notes.append(f"{SMOOTH_QUANT} was not applied to the input of {users}: {reason}")
         return Watched(placing.unasked(groups) | found, tuple(notes))
 
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         group = found.plan.groups[number]
         strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
-        what = f"{SMOOTH_QUANT}{strength} of {_where(group, found.nodes)}"
+        what = f"{_where(group, found.nodes)}{strength}"
         try:
             factors = _factors(found, number, balance)
         except _NotSmoothed as reason:
             if not balance.unasked:
-                found.refused.append(f"{what} was not made: {reason}")
+                found.refused.append(f"{SMOOTH_QUANT} was not applied to {what}: {reason}")
         else:
             found.take(number, balance, factors)
-            found.made.append(f"{what}: {_described(balance, factors, found.nodes)}")
+            found.made.append(
+                f"{SMOOTH_QUANT} on {what}: {_described(balance, factors, found.nodes)}"
+            )
 
 
 def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
@@ -118,9 +120,9 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     if not isinstance(observer, PerChannelRangeObserver):
         raise _NotSmoothed("its observer was replaced")
     if not observer.knows_channels:
-        raise _NotSmoothed("its statistics have no ranges of channels")
+        raise _NotSmoothed("its statistics have no channel ranges")
     if observer.range_is_set:
-        raise _NotSmoothed("its range was set by hand")
+        raise _NotSmoothed("its range was set manually")
     if not found.is_whole(number):
         raise _NotSmoothed("one of its readers stays in float")
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
@@ -132,8 +134,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     )
     if factors is None:
         raise _NotSmoothed(
-            f"on held-out calibration data no factors make the squared error {needed} times smaller, or "
-            "there are fewer than 32 rows of it"
+            f"no factors reduce the squared error on held-out calibration data {needed}x, or "
+            "fewer than 32 rows of it are available"
         )
     return factors
 
@@ -160,7 +162,7 @@ def _described(balance: Balance, factors: Factors, nodes: Mapping[str, Node]) ->
 def _where(group: Group, nodes: Mapping[str, Node]) -> str:
     """Name the tensor of a group, and those who read it with their modules."""
     users = ", ".join(describe(nodes[point.user]) for point in group.points if point.user)
-    return f"{group.points[0].source}, the input of {users}"
+    return f"{group.points[0].source} (input of {users})"
 
 
 def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Point], list[str]]:
@@ -176,8 +178,8 @@ def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Po
             found.append(edge)
         else:
             where = describe(nodes[claim.anchor])
-            reason = "it is not a linear or convolution whose input is quantized there"
-            notes.append(f"{SMOOTH_QUANT} of {where} was not made: {reason}")
+            reason = "it is not a linear or convolution with a quantized input"
+            notes.append(f"{SMOOTH_QUANT} was not applied to {where}: {reason}")
     return found, notes
 
 
@@ -215,7 +217,7 @@ class _Placing:
         strengths = {_asked(claim) for claim in claims}
         if len(strengths) > 1:
             listed = " and ".join(sorted(map(str, strengths)))
-            raise _NotSmoothed(f"its readers ask for different strengths, {listed}")
+            raise _NotSmoothed(f"its readers request different strengths: {listed}")
         alpha = getattr(strengths.pop(), "alpha", None)
         return Balance(INPUT, dim, weights, biases, SMOOTH_QUANT, absorbers, alpha)
 
@@ -239,47 +241,49 @@ class _Placing:
         others = [point for point in group.points if point.source != source]
         if Point(source) in self.group_of:
             raise _NotSmoothed(
-                f"{source} is integers where it is computed, with one scale; use equalization for "
-                "channels between two layers"
+                f"{source} is already quantized at its producer with one scale; use equalization "
+                "for channels between two layers"
             )
         if others:
-            raise _NotSmoothed(f"it has its range together with {others[0]}")
+            raise _NotSmoothed(f"it shares its range with {others[0]}")
         if constant_of(self.nodes[source]) is not None:
             raise _NotSmoothed("it is a parameter")
         silent = [point for point in group.points if point not in asked]
         if silent:
-            raise _NotSmoothed(f"{silent[0]} has the same integers, and does not ask for it")
-        if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
-            raise _NotSmoothed("its scale does not come from its values")
-        if spec.dtype in CASTS or not _is_ours(spec):
-            raise _NotSmoothed("it is not estimated by an observer of qompose")
-        if spec.block_size not in (None, (-1,)):
             raise _NotSmoothed(
-                "it has a scale for each image, which a sample of its rows cannot show"
+                f"{silent[0]} has the same quantization parameters but does not request {SMOOTH_QUANT}"
             )
+        if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
+            raise _NotSmoothed("its scale is not estimated from data")
+        if spec.dtype in CASTS or not _is_ours(spec):
+            raise _NotSmoothed("its observer is not from qompose")
+        if spec.block_size not in (None, (-1,)):
+            raise _NotSmoothed("it has one scale per image, which its sampled rows do not cover")
 
     def _check_weight(self, claim: Claim, group: Group) -> None:
         product = claim.product
         node = product_node(claim, self.nodes)
         if product is None or node is None:
-            raise _NotSmoothed(f"rule {claim.rule} is not a plain linear or convolution")
+            raise _NotSmoothed(
+                f"the layer of rule {claim.rule} is not a plain linear or convolution"
+            )
         weight = self.nodes[product.weight]
         constant = constant_of(weight)
         if constant is None or self.readers.get(address_of(constant), 0) != 1:
-            raise _NotSmoothed(f"{weight.target} is read by other operators too")
+            raise _NotSmoothed(f"{weight.target} is also read by other operators")
         source = node.args[0]
         assert isinstance(source, Node)
         if Point(source.name, node.name) not in group.points:
             raise _NotSmoothed(f"{describe(node)} does not read it")
         channels = value_of(source).shape[product.input_dim]
         if constant.dim() < 2 or constant.shape[1] != channels:
-            raise _NotSmoothed(f"{describe(node)} is a convolution in groups")
+            raise _NotSmoothed(f"{describe(node)} is a grouped convolution")
         spec = self.group_of[Point(weight.name, node.name)].spec
         if not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
             raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
         if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
             raise _NotSmoothed(
-                f"{weight.target} has scales along another dimension than its outputs"
+                f"{weight.target} has scales along a dimension other than its output channels"
             )
 
 
@@ -312,7 +316,7 @@ class ChannelScaling(Algorithm):
         if factors is not None:
             found.take(number, balance, factors)
             found.made.append(
-                f"channels of {found.plan.groups[number].points[0]} were balanced: {factors.effect}"
+                f"balanced the channels of {found.plan.groups[number].points[0]}: {factors.effect}"
             )
 
 
@@ -327,7 +331,7 @@ def _worthwhile(found: Calibrated, number: int, balance: Balance) -> Factors | N
         return None  # statistics of another preparation, which did not look at channels
     if observer.range_is_set:
         point = found.plan.groups[number].points[0]
-        found.refused.append(f"channels of {point} were not balanced: its range was set by hand")
+        found.refused.append(f"did not balance the channels of {point}: its range was set manually")
         return None
     if not found.is_whole(number):
         return None  # a reader left in float

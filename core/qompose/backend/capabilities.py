@@ -156,7 +156,7 @@ class Capability:
         found = [f"{role}: {constraint.describe()}" for role, constraint in self.constraints]
         found += ["output has the scale of the inputs"] if self.shares else []
         found += [_CONDITIONS.get(self.condition, self.condition)] if self.condition else []
-        found += ["only where something quantized reads its output"] if self.carries else []
+        found += ["only if a quantized operator reads its output"] if self.carries else []
         found += [f"only with the option {self.option!r}"] if self.option else []
         return tuple(found)
 
@@ -222,7 +222,7 @@ class Capabilities(Printable, Sequence[Capability]):
             SelectorError: `operator` is a module of more than one operator.
         """
         added = [_condition(name, value) for name, value in facts.items()]
-        added += [] if predicate is None else [("the predicate of filter", predicate)]
+        added += [] if predicate is None else [("the filter predicate", predicate)]
         return Capabilities(
             tuple(row for row in self.rows if all(check(row) for _, check in added)),
             tuple(replace(s, conditions=(*s.conditions, *added)) for s in self.sources),
@@ -254,11 +254,13 @@ class Capabilities(Printable, Sequence[Capability]):
             if not any(source.chosen(config) for source in self.sources):
                 known = list(dict.fromkeys(name for s in self.sources for name, _ in s.configs))
                 raise ConfigError(
-                    f"no row has the configuration {config!r}{near_names(config, known)}; there are "
-                    f"{', '.join(map(repr, known)) or 'none'}"
+                    f"no row has the configuration {config!r}{near_names(config, known)}. "
+                    f"Available: {', '.join(map(repr, known)) or 'none'}"
                 )
         elif config is not None and not isinstance(config, QuantizationConfig):
-            raise ConfigError(f"expected a QuantizationConfig or the name of one, got {config!r}")
+            raise ConfigError(
+                f"config must be a QuantizationConfig or a configuration name, got {config!r}"
+            )
 
     def _answer(self, question: Question, config: QuantizationConfig | str | None) -> Support:
         asked, found, notes = self._rules_for(question)
@@ -305,8 +307,8 @@ class Capabilities(Printable, Sequence[Capability]):
                 pieces = replace(self, sources=(source,))._answer(question_of(product), config)
                 if pieces:
                     note = (
-                        f"{rewrite} takes {question.label} apart, and the rule takes its products; "
-                        "qompose.can_quantize lists all pieces of one in a program"
+                        f"{rewrite} decomposes {question.label}, and the rule matches the "
+                        "resulting operators; qompose.can_quantize lists them for a program"
                     )
                     return [], replace(pieces, notes=(*pieces.notes, note))
         tables = [(source.backend, source.rules) for source in self.sources]
@@ -327,8 +329,8 @@ class Capabilities(Printable, Sequence[Capability]):
         if found or folded == question:
             return question, found, ()
         note = (
-            "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
-            f"which leaves {folded.label}"
+            "batch norms are folded into the layer before them, unless its output or parameters "
+            f"are used elsewhere; this leaves {folded.label}"
         )
         found = [(s, rule) for s in self.sources for rule in s.rules if folded.is_about(rule)]
         return folded, found, (note,)
@@ -347,7 +349,9 @@ class Capabilities(Printable, Sequence[Capability]):
         if not self.silent:
             return ()
         names = ", ".join(self.silent)
-        return (f"{names} lists nothing: qompose.can_quantize asks about an operator of a program",)
+        return (
+            f"{names} list no rows; use qompose.can_quantize to ask about an operator of a program",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return `{"schema": 1, "rows": [...]}` as JSON data; the number is raised when the form changes."""
@@ -422,7 +426,7 @@ def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
     for key, config in configs.items():
         if str(config) != key:
             return (
-                f"its configs list {key!r}, which calls itself {str(config)!r} in reports: make it "
+                f"configs[{key!r}] is named {str(config)!r} in reports; set "
                 f"QuantizationConfig(..., name={key!r})"
             )
     return None
@@ -437,20 +441,22 @@ def _condition(name: str, value: Any) -> Condition:
     known = (*(f.name for f in fields(Capability)), "target", "rule", "operator")
     if name not in known:
         hint = near_names(name, known)
-        raise ConfigError(f"rows have no {name!r}{hint}; they have {', '.join(known)}")
+        raise ConfigError(f"rows have no field {name!r}{hint}. Available: {', '.join(known)}")
     if name == "target":
         return f"target={value!r}", lambda row: value in row.targets
     if name == "operator":
         parts = question_of(value).parts
         if len(parts) != 1:
-            raise ConfigError(f"operator must be one operator, got {value!r}")
+            raise ConfigError(f"operator must be a single operator, got {value!r}")
         return f"operator={value!r}", lambda row: any(
             parts[0].takes(call) for calls in row.operators for call in calls
         )
     return f"{name}={value!r}", lambda row: getattr(row, name) == value
 
 
-_LOOKS_AT_EACH = "the rule also looks at each operator: qompose.can_quantize asks about one"
+_LOOKS_AT_EACH = (
+    "the rule also checks each operator; use qompose.can_quantize for an operator of a program"
+)
 
 
 def _sum_of(rows: Sequence[Capability]) -> str:
@@ -557,9 +563,9 @@ def _drawn(row: Capability) -> str:
 
 
 _CONDITIONS = {
-    "all": "only where all inputs are quantized",
-    "any": "only where an input is quantized",
-    "no_float": "only where no input comes from a float operator",
+    "all": "only if all inputs are quantized",
+    "any": "only if an input is quantized",
+    "no_float": "only if no input comes from a float operator",
 }
 
 

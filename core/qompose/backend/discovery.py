@@ -132,8 +132,8 @@ def why_none() -> str:
         return "No backend is installed. Backends are pip packages, such as qompose-NAME."
     listed = os.environ.get(RESTRICT_VARIABLE, "")
     return (
-        f"{RESTRICT_VARIABLE}={listed!r} hides all backends that are installed ({', '.join(hidden)}); "
-        "unset it to see them."
+        f"{RESTRICT_VARIABLE}={listed!r} excludes all installed backends ({', '.join(hidden)}). "
+        "Unset it to use them."
     )
 
 
@@ -173,8 +173,8 @@ def _info(point: EntryPoint, kind: str) -> BackendInfo:
     problem = None
     if not point.pattern.match(point.value):
         problem = (
-            f"its entry point is {f'{point.name} = {point.value}'!r}, not 'name = module'; the author of "
-            f"{name} must repair that"
+            f"its entry point is {f'{point.name} = {point.value}'!r}, not 'name = module'; report "
+            f"this to the author of {name}"
         )
     return BackendInfo(point.name, point.value, name, version, problem, kind)
 
@@ -185,7 +185,7 @@ def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
     if not rivals:
         return info
     if not others:
-        return replace(info, problem="its own package offers the name more than once")
+        return replace(info, problem="its package declares the name more than once")
     offer = "offers" if len(others) == 1 else "offer"
     problem = f"{' and '.join(others)} {offer} the same name; uninstall all but one"
     return replace(info, problem=problem)
@@ -220,7 +220,7 @@ _loading: set[BackendInfo] = set()
 def _loaded(info: BackendInfo) -> Backend:
     with _lock:
         if info in _loading:
-            reason = "its module asks for its own backend while it is being imported"
+            reason = "its module requests its own backend while it is being imported"
             raise PluginError(info.name, info.source, reason)
         outcome = _load(info)
     if isinstance(outcome, PluginError):  # an error of its own for each, with the one cause
@@ -313,7 +313,7 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
         return "its hook qompose_backend returned None, not a qompose.backend.Backend"
     if isinstance(backend, type) and issubclass(backend, Backend):
         name = backend.__qualname__
-        return f"qompose_backend returned the class {name}, not an object of it: {name}()"
+        return f"qompose_backend returned the class {name}, not an instance; return {name}()"
     if not isinstance(backend, Backend):
         return (
             f"qompose_backend returned {type(backend).__qualname__}, not a qompose.backend.Backend"
@@ -321,7 +321,7 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
     if backend.api_version != API_VERSION:
         return _version_fault(info, backend.api_version)
     if backend.name != info.name:
-        return f"its backend calls itself {backend.name!r}, but its entry point is {info.name!r}"
+        return f"its backend is named {backend.name!r}, but its entry point is named {info.name!r}"
     return table_fault(backend)
 
 
@@ -330,14 +330,14 @@ def _version_fault(info: BackendInfo, written_for: object) -> str:
     here = API_VERSION
     if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
         return (
-            f"it does not say for which version of the backend interface it was written "
-            f"(api_version is {written_for!r}); this qompose has version {here}"
+            "its backend does not declare the version of the backend interface it was written "
+            f"for (api_version is {written_for!r}); this qompose has version {here}"
         )
     old = written_for < here
     remedy = f"upgrade {info.distribution}" if old else "upgrade qompose"
     return (
-        f"it was written for version {written_for} of the backend interface, and this qompose has "
-        f"version {here}: {remedy}"
+        f"it was written for version {written_for} of the backend interface, but this qompose has "
+        f"version {here}; {remedy}"
     )
 
 
@@ -352,7 +352,7 @@ def table_fault(backend: Backend) -> str | None:
 
     configs: object = backend.configs
     if not isinstance(configs, Mapping):
-        return f"its configs are {configs!r}; expected a dict by name"
+        return f"configs must be a dict by name, got {configs!r}"
     tables: tuple[tuple[str, Any, type, str], ...] = (
         ("rules", backend.rules, Rule, "qompose.backend.Rule"),
         ("configs", configs.values(), QuantizationConfig, "QuantizationConfig"),
@@ -360,19 +360,17 @@ def table_fault(backend: Backend) -> str | None:
     )
     for name, table, kind, expected in tables:
         if not isinstance(table, Iterable):
-            return f"its {name} are {table!r}; expected a tuple of {expected}"
+            return f"{name} must be a tuple of {expected}, got {table!r}"
         for entry in table:
             if not isinstance(entry, kind):
-                return f"its {name} contain {entry!r}; expected a {expected}"
+                return f"{name} must contain only {expected} objects, got {entry!r}"
     known = (TORCH, *(target.name for target in backend.targets))
     for rule in backend.rules:
         for slip in target_faults(rule.kernels, known):
             return f"rule {rule.name}: {slip}"
     for operator, reason in dict[Any, Any](backend.left_in_float).items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
-            return (
-                f"its left_in_float has {operator!r}: {reason!r}; expected an operator and a reason"
-            )
+            return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
     return naming_fault(backend.configs)
 
 
@@ -399,12 +397,10 @@ def obstacle(subject: Backend | Target, who: str) -> str | None:
     try:
         answer: object = subject.availability()
     except (Exception, SystemExit) as error:  # exiting must not end the host
-        raise MemberError(
-            f"{who}: asked whether it is available, it raised {describe_error(error)}"
-        ) from error
+        raise MemberError(f"{who}: availability() raised {describe_error(error)}") from error
     if answer is None or isinstance(answer, str):
         return answer or None
-    raise MemberError(f"{who}: availability() returned {answer!r}; expected a string or None")
+    raise MemberError(f"{who}: availability() must return a string or None, got {answer!r}")
 
 
 _HOST = tuple(
@@ -437,8 +433,8 @@ def import_fault(error: BaseException, module: str, distribution: str) -> str:
     home = module.partition(":")[0].strip()
     if home == missing or home.startswith(f"{missing}."):
         return (
-            f"its package declares the module {missing!r}, which does not exist: reinstall or uninstall "
-            f"{distribution}"
+            f"its package declares the module {missing!r}, which does not exist; reinstall or "
+            f"uninstall {distribution}"
         )
     return f"{describe_error(error)}: {_remedy(missing, distribution)}"
 
@@ -455,4 +451,4 @@ def _remedy(missing: str, distribution: str) -> str:
         name = re.split(r"[^\w.-]", specifier, maxsplit=1)[0]
         if re.sub(r"[-_.]+", "_", name).lower() == top.lower():
             return f'pip install "{specifier}"'
-    return f"install the package that has the module {top!r}"
+    return f"install the package that provides the module {top!r}"

@@ -132,7 +132,7 @@ def product(
     largest = x.peak() * y.peak() * depth
     if largest >= EXACT[accumulator]:
         raise OverflowError(
-            f"a sum of {depth} products may reach {largest:.3g}, and {accumulator} is exact "
+            f"a sum of {depth} products may reach {largest:.3g}, but {accumulator} is only exact "
             f"below {EXACT[accumulator]:.3g}"
         )
     left, right = (_to(operand.centred(), accumulator) for operand in (x, y))
@@ -205,7 +205,9 @@ def averaged(x: Integers, count: int, operator: Any, *rest: Any) -> Sum:
         OverflowError: a sum may leave the integers that float64 represents exactly.
     """
     if x.peak() * count >= EXACT[torch.float64]:
-        raise OverflowError(f"a sum of {count} integers may leave those that float64 holds")
+        raise OverflowError(
+            f"a sum of {count} integers may exceed the integers that float64 represents exactly"
+        )
     total = _to(_call(operator, _to(x.centred(), torch.float64), *rest), torch.int64)
     return Sum(((total, over(x.grid.scale, float(count))),))
 

@@ -51,7 +51,7 @@ class _Product:
         """Multiply by a weight, and add a bias."""
         read, groups = site.arguments, site.arguments.get("groups", 1)
         if qdq.is_dequantize(read["weight"]) and not qdq.is_dequantize(read["input"]):
-            raise NotLowerable("weight-only: the activation is float")
+            raise NotLowerable("it is weight-only, so its activation is float")
         w = site.weight(read["weight"], transposed=self.transposed, groups=groups)
         x = site.integers(read["input"], by_token=not self.spatial)
         shape = value_of(read["weight"]).shape
@@ -97,7 +97,7 @@ def _add(site: Site, sign: int = 1) -> Sum:
     x, y = site.sum_of(site.arguments["self"]), site.sum_of(site.arguments["other"])
     alpha = site.arguments["alpha"]
     if not isinstance(alpha, (int, float)):
-        raise NotLowerable(f"its factor {alpha} is computed")
+        raise NotLowerable(f"its factor {alpha} is not a constant")
     return integer_arithmetic.added(x, y, sign * alpha)
 
 
@@ -121,7 +121,7 @@ def _move(site: Site) -> Sum:
     sources = {a: site.integers(a) for a in site.node.all_input_nodes if is_float_tensor(a)}
     first, *others = sources.values()
     if not all(integer_arithmetic.same_grid(first.grid, other.grid) for other in others):
-        raise NotLowerable("its inputs differ in scale or zero point")
+        raise NotLowerable("its inputs have different scales or zero points")
 
     def operand(node: Node) -> Any:
         return sources[node].values if node in sources else site.emitter.proxied(node)
@@ -137,10 +137,10 @@ def _mean(site: Site) -> Sum:
     keepdim, dtype = site.arguments["keepdim"], site.arguments["dtype"]
     shape = value_of(site.arguments["self"]).shape
     if not dims or dtype not in (None, torch.float32):
-        raise NotLowerable("it is a mean over everything, or in another dtype")
+        raise NotLowerable("it is a mean over all elements, or in another dtype")
     count = math.prod(shape[dim] for dim in dims)
     if not isinstance(count, int) or count == 0:
-        raise NotLowerable("the number of values it averages is zero, or known only at run time")
+        raise NotLowerable("the number of values it averages is zero or unknown until run time")
     return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, dims, keepdim)
 
 
@@ -148,7 +148,7 @@ def _adaptive_average(site: Site) -> Sum:
     x, size = site.integers(site.arguments["self"]), list(site.arguments["output_size"])
     count = math.prod(value_of(site.arguments["self"]).shape[-2:])
     if any(n != 1 for n in size) or not isinstance(count, int) or count == 0:
-        raise NotLowerable(f"it pools to {size}, or an image of unknown size")
+        raise NotLowerable(f"it pools to {size}, or its input has an unknown size")
     return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, [-2, -1], True)
 
 
@@ -159,7 +159,7 @@ def _average_pool(site: Site) -> Sum:
     kernel = kernel * 2 if len(kernel) == 1 else kernel
     partial_windows = read["ceil_mode"] or (any(pads) and not read["count_include_pad"])
     if partial_windows and read["divisor_override"] is None:
-        raise NotLowerable("its windows have several divisors")
+        raise NotLowerable("its windows have different divisors")
     count = read["divisor_override"] or math.prod(kernel)
     rest = (read["stride"] or kernel, pads, read["ceil_mode"], True, 1)
     x = site.integers(read["self"])
@@ -171,7 +171,7 @@ def _pad(site: Site) -> Sum:
     x = site.integers(site.arguments["self"])
     mode, value = site.arguments.get("mode", "constant"), site.arguments["value"]
     if mode != "constant" or value not in (None, 0) or not isinstance(x.grid.zero_point, int):
-        raise NotLowerable("it pads with something other than zeros of one known zero point")
+        raise NotLowerable("it pads with a value other than zero, or its zero point is unknown")
     pad = cast(Any, aten.constant_pad_nd.default)
     padded = pad(x.values, site.arguments["pad"], x.grid.zero_point)
     return integer_arithmetic.value_of_integers(replace(x, values=padded))
@@ -193,7 +193,7 @@ def bounds_of(node: Node) -> tuple[float | None, float | None]:
     fixed = _FIXED_BOUNDS.get(node.target)
     least, most = fixed or tuple(read.get(n, read.get(f"{n}_val")) for n in ("min", "max"))
     if any(isinstance(bound, (Node, torch.SymFloat)) for bound in (least, most)):
-        raise NotLowerable("its bounds are computed")
+        raise NotLowerable("its bounds are not constants")
     return (None if least is None else float(least), None if most is None else float(most))
 
 
@@ -255,9 +255,9 @@ class Site:
             tensor.scales.double(), axis, shape, transposed=transposed, groups=groups
         )
         if scale is None:
-            raise NotLowerable(f"its sum runs over dimension {axis}, and each has a scale")
+            raise NotLowerable(f"it sums over dimension {axis}, which has several scales")
         if tensor.zero_point is not None and tensor.zero_points.is_floating_point():
-            raise NotLowerable("its weight has zero points that are not integers")
+            raise NotLowerable("its weight has non-integer zero points")
         return self._holding(tensor, scale, _zero_point(tensor, along(axis, len(shape))))
 
     def table(self, argument: Any) -> tuple[Integers, bool]:

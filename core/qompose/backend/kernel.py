@@ -62,7 +62,7 @@ class Kernel:
     def __post_init__(self) -> None:
         """Refuse what would fail where a model is lowered."""
         for name, given, fits, wanted in (
-            ("name", self.name, isinstance(self.name, str), "a text"),
+            ("name", self.name, isinstance(self.name, str), "a string"),
             ("emit", self.emit, self.emit is None or callable(self.emit), "a function of a Region"),
             ("otherwise", self.otherwise, isinstance(self.otherwise, Kernel | None), "a Kernel"),
         ):
@@ -125,7 +125,7 @@ class Region:
         self._captures = dict(claim.captures)
         if claim.output not in self._nodes:
             raise InternalError(
-                f"the region of rule {claim.rule} at {claim.anchor} lost {claim.output}"
+                f"the region of rule {claim.rule} at {claim.anchor} lost its output {claim.output}"
             )
         self.output_node = self._nodes[claim.output]
         self.output = None if float_output else self._output()
@@ -139,7 +139,7 @@ class Region:
         found = self._nodes.get(self._captures.get(name, ""))
         if found is None:
             names = sorted(name for name, node in self._captures.items() if node in self._nodes)
-            raise self._fault(f"no operator {name!r}; the operators are {', '.join(names)}")
+            raise self._fault(f"no operator {name!r}; the region has {', '.join(names)}")
         return found
 
     @property
@@ -160,7 +160,7 @@ class Region:
         found = [o.read_by(self._nodes[o.user]) for o in self.claim.operands if o.role == role]
         if not found:
             roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
-            raise self._fault(f"no tensor {role!r}; it reads {roles}, and makes output")
+            raise self._fault(f"no tensor {role!r}; the region has the inputs {roles} and 'output'")
         return found
 
     def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
@@ -180,7 +180,7 @@ class Region:
         if role != "output":
             return self.quantized_inputs(role)[0]
         if self.output is None:
-            raise NotLowerable("its output is not quantized, or to several scales")
+            raise NotLowerable("its output is not quantized, or has several scales")
         return self.output
 
     def qparams(self, role: str) -> tuple[Any, ...]:
@@ -222,15 +222,15 @@ class Region:
         node = self.node(name)
         known = arguments_of(node)
         if argument not in known:
-            raise self._fault(f"no argument {argument!r}: {node.target._schema}")  # type: ignore[union-attr]
+            raise self._fault(f"no argument {argument!r} in {node.target._schema}")  # type: ignore[union-attr]
         return known[argument]
 
     def _fault(self, missing: str) -> ConfigError:
         """Return the error of a kernel that asks for what its rule does not have."""
         claim = self.claim
         return ConfigError(
-            f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} asks for what its "
-            f"region does not have: {missing}"
+            f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} requests "
+            f"something its region does not have: {missing}"
         )
 
     def _output(self) -> QuantizedTensor | None:
@@ -263,7 +263,8 @@ class Region:
         if fault:
             claim = self.claim
             raise ConfigError(
-                f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} calls {target}: {fault}"
+                f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} calls "
+                f"{target}: {fault}"
             )
         with self.module.graph.inserting_before(self.output_node):
             node = call(self.module.graph, target, args, self.output_node, value)
@@ -315,14 +316,14 @@ def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
     """Return why an operator cannot be called with positional arguments, "" where it can."""
     whole = [value for value in args if isinstance(value, (DynamicTensor, QuantizedTensor))]
     if whole:
-        return f"it takes tensors as nodes, and got a {type(whole[0]).__name__}: pass its .node"
+        return f"tensors must be passed as nodes, got a {type(whole[0]).__name__}; pass its .node"
     if not isinstance(target, OpOverload):
         return ""
     declared = target._schema.arguments
     missing = [a.name for a in declared[len(args) :] if not a.has_default_value()]
     if missing or len(args) > len(declared):
         what = f"without {', '.join(missing)}" if missing else f"with {len(args)} arguments"
-        return f"{what}; it is {target._schema}"
+        return f"{what}; its schema is {target._schema}"
     return ""
 
 
@@ -345,7 +346,7 @@ def dequantized(node: Node) -> QuantizedTensor:
         NotLowerable: the node is something else.
     """
     if not qdq.is_dequantize(node):
-        raise NotLowerable(f"its input {node.name} arrives in float")
+        raise NotLowerable(f"its input {node.name} is float")
     if node.target is qdq.dequantize_per_channel:
         source, scale, zero_point, axis, low, high, dtype = node.args[:7]
         return QuantizedTensor(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
@@ -366,7 +367,7 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
     chosen = tensor.scale.args[0] if isinstance(tensor.scale, Node) and tensor.scale.args else None
     choose: Any = getattr(chosen, "target", None)
     if not isinstance(chosen, Node) or choose not in qdq.CHOOSE:
-        raise NotLowerable(f"the scale of its input {node.name} is known beforehand")
+        raise NotLowerable(f"the scale of its input {node.name} is static")
     source = chosen.all_input_nodes[0]
     by_token = choose in qdq.CHOOSE_PER_TOKEN
     dims: int | None = 1 if by_token else None
@@ -398,14 +399,14 @@ def on_integers(region: Region) -> Node:
     output = region.output
     node = region.output_node
     if node.target not in SCALE_PRESERVING:
-        raise NotLowerable(f"{node.target} makes values that its inputs do not have")
+        raise NotLowerable(f"{node.target} computes values that its inputs do not have")
     if output is None:
         raise NotLowerable("its output is not quantized")
     if output.dtype in NOT_ON_INTEGERS.get(node.target, ()):
-        raise NotLowerable(f"torch has no {node.target} for {output.dtype}")
+        raise NotLowerable(f"torch does not support {node.target} for {output.dtype}")
     sources = {a: dequantized(a) for a in node.all_input_nodes if qdq.is_dequantize(a)}
     if not sources or any(source.qparams != output.qparams for source in sources.values()):
-        raise NotLowerable("inputs and output differ in scale or zero point")
+        raise NotLowerable("its input and output have different scales or zero points")
     if node.target in _RELU:  # zero is where the zero point is
         (source,) = sources.values()
         return region.call(
@@ -497,5 +498,5 @@ class DynamicTensor:
 def _constant(node: Node) -> Tensor:
     constant = constant_of(node)
     if constant is None:
-        raise NotLowerable(f"{node.name} is computed, not a parameter")
+        raise NotLowerable(f"{node.name} is not a parameter")
     return constant

@@ -58,10 +58,10 @@ class Match:
         """
         node = self.node(name)
         if node is None or node not in self.nodes:
-            raise ConfigError(f"this match has no operator {name!r}: {self.nodes}")
+            raise ConfigError(f"this match has no operator {name!r}. Operators: {self.nodes}")
         known = arguments_of(node)
         if argument not in known:
-            raise ConfigError(f"{node.name} has no argument {argument!r}; it has {[*known]}")
+            raise ConfigError(f"{node.name} has no argument {argument!r}. Arguments: {[*known]}")
         return known[argument]
 
     def operands(self, role: str) -> list[Operand]:
@@ -235,7 +235,7 @@ def _not_an_overload(target: object) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [name for name in target.overloads() if name != "out"]  # type: ignore[no-untyped-call]
         named = " or ".join(f"{target}.{name}" for name in overloads[:3])
-        return f"{target} has several overloads; name one, such as {named}"
+        return f"{target} has several overloads; choose one, for example {named}"
     return f"expected an operator such as torch.ops.aten.linear.default, got {target!r}"
 
 
@@ -249,20 +249,20 @@ def _signature_faults(function: object, shapes: int) -> Iterator[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # torch's own functions are compiled, and have none
         yield (
-            f"{name} has no signature to name tensors by: wrap it, as in "
-            f"lambda input, weight, bias: {name}(input, weight, bias)"
+            f"{name} has no signature to take tensor names from; wrap it: lambda input, weight, "
+            f"bias: {name}(input, weight, bias)"
         )
         return
     least = sum(p.default is p.empty for p in parameters)
     if not least <= shapes <= len(parameters):
         names = ", ".join(parameter.name for parameter in parameters)
-        yield f"{name} has the parameters {names}, and there are {shapes} shapes"
+        yield f"{name} has the parameters {names}, but {shapes} shapes are given"
 
 
 def _named_faults(operators: Any) -> Iterator[str]:
     for entry in operators:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
-            yield f"operators must be pairs of a name and an operator, got {entry!r}"
+            yield f"operators must be (name, operator) pairs, got {entry!r}"
         elif not _is_overload(entry[1]):
             yield _not_an_overload(entry[1])
 
@@ -339,7 +339,8 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
     matcher = _CandidateMatcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
-            f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"
+            f"pattern {pattern.function.__qualname__} must end in a single operator that returns "
+            "its output"
         )
     matcher.named = named
     return matcher
@@ -396,8 +397,8 @@ def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
     for name, target in pattern.operators:
         if not calls[target]:
             raise ConfigError(
-                f"pattern {pattern.function.__qualname__} says that {name!r} is {target}, which it never "
-                f"calls; it calls {called or 'no operator'}"
+                f"pattern {pattern.function.__qualname__} names {name!r} as {target}, but never "
+                f"calls it. It calls {called or 'no operator'}"
             )
         named[name] = calls[target].pop(0)
     return named

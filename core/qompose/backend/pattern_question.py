@@ -149,11 +149,11 @@ def question_of(pattern: object) -> Question:
         text = " ".join(pattern.split())
         names = [name.strip() for name in text.split("->")]
         if not all(names):
-            raise ConfigError(f"expected the name or the drawing of a rule, got {pattern!r}")
+            raise ConfigError(f"pattern must be the name or drawing of a rule, got {pattern!r}")
         return Question(text, tuple(map(_by_name, names)))
     items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
     if not items:
-        raise ConfigError("expected a pattern, got an empty one")
+        raise ConfigError("pattern must not be empty")
     return Question("", tuple(map(_part, items)))
 
 
@@ -163,9 +163,9 @@ def _part(item: object) -> Part:
     if isinstance(item, type) and issubclass(item, nn.Module):
         if item not in MODULES:
             raise SelectorError(
-                f"{item.__qualname__} is not a module of torch.nn that is exported as one operator"
-                f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls, or "
-                "qompose.can_quantize about those of an exported program"
+                f"{item.__qualname__} is not a torch.nn module that exports to a single "
+                f"operator{near_names(item.__qualname__, _OF_MODULES)}. Ask about the operators "
+                "it calls, or use qompose.can_quantize for those of an exported program"
             )
         names = _with_in_place(MODULES[item]) | _OTHERS.get(MODULES[item], set())
         return Part(names, item.__qualname__, _AFTER.get(item))
@@ -173,8 +173,8 @@ def _part(item: object) -> Part:
         return Part(frozenset({str(item)}), str(item))
     if not callable(item) or isinstance(item, type):
         raise ConfigError(
-            "expected the name or drawing of a rule, or an operator, function or module of torch, got "
-            f"{item!r}"
+            "pattern must be the name or drawing of a rule, or a torch operator, function or "
+            f"module, got {item!r}"
         )
     return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
 
@@ -230,18 +230,18 @@ def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rul
     if question.text and len(question.parts) == 1 and not is_operator(question.text):
         known = sorted({rule.name for _, rules in tables for rule in rules})
         return (
-            f"no backend has a rule {question.text!r}{near_names(question.text, known)}; "
-            f"known: {', '.join(known) or 'none'}"
+            f"no backend has a rule {question.text!r}{near_names(question.text, known)}. Known: "
+            f"{', '.join(known) or 'none'}"
         )
     found = {part.label: _rules_with(part, tables) for part in question.parts}
     without = [label for label, rules in found.items() if not rules]
     several = len(question.parts) > 1
-    reasons = [f"no rule takes {question.label}{' as one' if several else ''}"]
+    reasons = [f"no rule matches {question.label}{' as one region' if several else ''}"]
     if without and several:
         reasons.append(f"no rule has {' or '.join(without)}")
     inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
     if inside:
-        reasons.append(f"a part of it is in {', '.join(inside)}")
+        reasons.append(f"parts of it are in {', '.join(inside)}")
     return "; ".join(reasons)
 
 

@@ -97,7 +97,7 @@ class TensorConstraint:
             object.__setattr__(self, "quant_range", tuple(self.quant_range))
         faults = [*_wrong_numbers(self), *_crossed(self)]
         if faults:
-            raise ConfigError(f"this constraint can never be met: {'; '.join(faults)}")
+            raise ConfigError(f"this constraint can never be satisfied: {'; '.join(faults)}")
 
     @classmethod
     def like(cls, spec: QuantizationSpec) -> TensorConstraint:
@@ -170,16 +170,16 @@ class TensorConstraint:
             scheme = torch.per_tensor_affine
         blocks, axis = getattr(spec, "block_size", None), getattr(spec, "ch_axis", None)
         if spec.dtype not in self.dtypes:
-            return f"is {spec.dtype}, and the kernel takes {_names(self.dtypes)}"
+            return f"is {spec.dtype}, but the kernel supports {_names(self.dtypes)}"
         if scheme not in self.qschemes:
-            return f"is {scheme}, and the kernel takes {_names(self.qschemes)}"
+            return f"is {scheme}, but the kernel supports {_names(self.qschemes)}"
         if blocks is not None and not self.blocks:
-            return f"has blocks of {blocks}, and the kernel takes none"
+            return f"has blocks of {blocks}, but the kernel does not support blocks"
         if self.block_sizes is not None and blocks not in self.block_sizes:
             has = f"blocks of {blocks}" if blocks else "no blocks"
-            return f"has {has}, and the kernel takes blocks of {_sizes(self.block_sizes)}"
+            return f"has {has}, but the kernel supports blocks of {_sizes(self.block_sizes)}"
         if scheme in PER_CHANNEL and blocks is None and self.ch_axis not in (None, axis):
-            return f"has channels along {axis}, and the kernel takes {self.ch_axis}"
+            return f"has channels along {axis}, but the kernel requires {self.ch_axis}"
         return None
 
     def _range_objections(self, spec: RoleSpec) -> Iterator[str]:
@@ -190,7 +190,7 @@ class TensorConstraint:
         if most is not None and high > most:
             yield f"has quant_max={high}, above the bound {most} (quant_max_upper_bound)"
         if self.quant_range not in (None, (low, high)):
-            yield f"has the range [{low}, {high}], and the kernel takes {self.quant_range}"
+            yield f"has the range [{low}, {high}], but the kernel requires {self.quant_range}"
 
     def _parameter_objections(self, spec: RoleSpec) -> Iterator[str]:
         """Check what is known of scale and zero point before data is seen."""
@@ -207,8 +207,8 @@ class TensorConstraint:
         wanted, known = bounds.zero_point_exact_match, _known_zero_point(spec)
         if wanted is not None and known is None:
             yield (
-                f"gets a zero point from its data, and the kernel takes exactly {wanted} "
-                "(zero_point_exact_match): a symmetric qscheme has a known one, and so has a "
+                f"gets its zero point from data, but the kernel requires exactly {wanted} "
+                "(zero_point_exact_match); use a symmetric qscheme or a "
                 "FixedQParamsQuantizationSpec"
             )
         elif known is not None:
@@ -221,22 +221,22 @@ def _scale_objections(bounds: Bounds, spec: RoleSpec, observer: Any) -> Iterator
     name = type(observer).__name__
     if bounds.scale_exact_match is not None:
         yield (
-            f"gets a scale from its data, and the kernel takes exactly {bounds.scale_exact_match:g} "
-            "(scale_exact_match): use a FixedQParamsQuantizationSpec"
+            "gets its scale from data, but the kernel requires exactly "
+            f"{bounds.scale_exact_match:g} (scale_exact_match); use a FixedQParamsQuantizationSpec"
         )
     if bound is not None and least is None:
         yield (
-            f"has the observer {name}, which does not say its least scale (eps), and the bound is "
+            f"has the observer {name} without an eps, so its scale may fall below the bound "
             f"{bound:g} (scale_min_lower_bound)"
         )
     elif bound is not None and bounds.lowest.objections(least, 0):
         yield (
             f"may get the scale {least:g} (the eps of {name}), below the bound {bound:g} "
-            f"(scale_min_lower_bound): give the observer eps={bound:g}"
+            f"(scale_min_lower_bound); give the observer eps={bound:g}"
         )
     if bounds.scale_max_upper_bound is not None and spec.is_dynamic:
         yield (
-            "gets its scale when the model runs, where nothing keeps it within the bound "
+            "gets its scale at run time, which cannot be kept below the bound "
             f"{bounds.scale_max_upper_bound:g} (scale_max_upper_bound)"
         )
 
@@ -386,11 +386,10 @@ class Rule:
         """Return why a configuration does not fit this rule, None where it does."""
         mode = self.mode_for(config)
         if mode not in self.modes:
-            leaves = f"{config} leaves the weight of rule {self.name} in float, and "
-            who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"
-            return f"{who} has no {mode} form"
+            leaves = f"{config} leaves the weight in float, but " * (mode == ACTIVATION_ONLY)
+            return f"{leaves}rule {self.name} does not support {mode} quantization"
         if self.option and self.option not in config.options:
-            return f"it stays in float unless the configuration has the option {self.option!r}"
+            return f"it stays in float unless the configuration sets the option {self.option!r}"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
         specs = self.specs_for(config)
@@ -440,11 +439,11 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         return
     for pattern in rule.patterns:
         known = isinstance(pattern, (Pattern, OperatorPattern))
-        unknown = f"expected a Pattern or an OperatorPattern, got {pattern!r}"
+        unknown = f"patterns must contain Pattern or OperatorPattern objects, got {pattern!r}"
         yield from pattern.faults if known else [unknown]
     yield from _mapping_faults(rule)
     if isinstance(rule.modes, str):
-        yield f"modes must be a set of modes, got the string {rule.modes!r}: write {{{rule.modes!r}}}"
+        yield f"modes must be a set of modes, got the string {rule.modes!r}; write {{{rule.modes!r}}}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
@@ -475,7 +474,7 @@ def target_faults(targets: Iterable[object], known: Collection[str] = (TORCH,)) 
     for target in targets:
         meant = [name for name in known if isinstance(target, str) and one_slip(target, name)]
         if meant and target not in known:
-            yield f"kernels are for the target {target!r}{near_names(str(target), meant)}"
+            yield f"kernels has an entry for the target {target!r}{near_names(str(target), meant)}"
 
 
 def one_slip(written: str, meant: str) -> bool:
@@ -520,8 +519,8 @@ def _name_faults(rule: Rule) -> Iterator[str]:
         if unknown:
             hints = "".join(near_names(name, pattern.names) for name in unknown)
             known = ", ".join(sorted(pattern.names))
-            yield f"unknown name {', '.join(unknown)}{hints}; its pattern has {known}"
+            yield f"unknown name {', '.join(unknown)}{hints}. Its pattern has {known}"
             return
     if rule.bias and not any(rule.bias in pattern.names for pattern in rule.patterns):
         known = ", ".join(sorted(rule.patterns[0].names))
-        yield f"no pattern has the bias {rule.bias}; the first has {known}"
+        yield f"no pattern has the bias {rule.bias!r}. The first pattern has {known}"

@@ -167,7 +167,7 @@ def _calibrated(
                 learn(prepared, held, transform, ranks.rank, exchange, bar, note)
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
-        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
+        warnings.warn(f"Suspicious calibration statistics:{lines}", QomposeWarning, stacklevel=2)
     return prepared
 
 
@@ -182,11 +182,11 @@ def _by_method(
     check_methods(methods, "calibrate")
     if not isinstance(batches, Mapping) or not batches or not batches.keys() <= methods.keys():
         raise UserError(
-            "methods are calibrated with a dict of batches for some or all of them, "
-            f"{', '.join(methods)}: as in calibrate(methods, {{{next(iter(methods))!r}: batches}})"
+            "calibrate(methods, batches) expects a dict from method names to batches, for "
+            f"example {{{next(iter(methods))!r}: batches}}. Methods: {', '.join(methods)}"
         )
     if resume is not None:
-        raise UserError("resume= is for one model: calibrate methods with it one by one")
+        raise UserError("resume= supports a single model only; calibrate each method separately")
     for name in methods:
         with in_method(name):
             record = prepared_record(methods[name], "calibrate")
@@ -194,14 +194,15 @@ def _by_method(
             continue
         if len(statistics(methods[name])):
             raise CalibrationError(
-                f"the observers of method {name!r} have statistics already, of which each method would add "
-                "those of the others again: prepare the methods again, or give batches for one method"
+                f"the observers of method {name!r} already have statistics, which would be "
+                "counted once per method. Prepare the methods again, or pass batches for one "
+                "method only"
             )
         if (named := order_dependent(methods[name])) or learns(record.plan):
-            what = "; ".join(named) or "an algorithm that learns from all data at once"
+            what = "; ".join(named) or "an algorithm that learns from all calibration data"
             raise CalibrationError(
-                f"statistics of several methods cannot be merged for {what} (method {name!r}): give batches "
-                "for one method"
+                f"statistics of several methods cannot be merged for {what} (method {name!r}). "
+                "Pass batches for one method only"
             )
     return batches
 
@@ -214,8 +215,8 @@ def _going_by_all(methods: Mapping[str, GraphModule], ran: list[str]) -> dict[st
         seen = first.merged(*(replace(o, fingerprint=first.fingerprint) for o in others))
     except StatisticsError as error:
         raise CalibrationError(
-            f"statistics of the methods {', '.join(ran)} cannot be merged: {error}. Give batches for one "
-            "of them"
+            f"statistics of the methods {', '.join(ran)} cannot be merged: {error}. Pass batches "
+            "for one of them only"
         ) from error
     for name, method in methods.items():
         with in_method(name):
@@ -243,8 +244,8 @@ def _check_limit(limit: object, sharded: bool) -> None:
     check_limit(limit)
     if limit is not None and sharded:
         raise UserError(
-            "limit= counts batches over all processes, so it cannot be combined with sharded=True: pass "
-            "fewer batches to each process"
+            "limit= counts batches across all processes, so it cannot be combined with "
+            "sharded=True. Pass fewer batches to each process"
         )
 
 
@@ -257,8 +258,8 @@ def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
     ranks = Ranks.here(timeout)
     if ranks.several and (named := order_dependent(prepared)):
         raise CalibrationError(
-            f"observers that depend on the order of batches cannot be calibrated by {ranks.count} processes: "
-            f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
+            f"observers that depend on the order of batches cannot be calibrated in {ranks.count} "
+            f'processes: {"; ".join(named)}. Use range="minmax" or range="histogram"'
         )
     return ranks
 
@@ -275,8 +276,8 @@ def _resumed(
     start = 0 if kept is None else kept.restore(prepared)
     if ranks.several and not start and len(statistics(prepared)):
         raise CalibrationError(
-            "these observers have statistics already, which every process would add again: prepare the "
-            "model again, and combine both calibrations with Statistics.merged"
+            "the observers already have statistics, which every process would add again. Prepare "
+            "the model again, and merge both calibrations with Statistics.merged"
         )
     return kept, start
 
@@ -306,8 +307,8 @@ def _check_unused(**options: object) -> None:
     given = [f"{name}=" for name, value in options.items() if value is not None]
     if given:
         raise UserError(
-            f"{', '.join(given)} can only be used with batches, and calibrate was given saved statistics: "
-            f"remove {', '.join(given)}"
+            f"{', '.join(given)} can only be used with batches, but calibrate got saved "
+            f"statistics; remove {', '.join(given)}"
         )
 
 
@@ -359,7 +360,7 @@ def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[li
         raise CalibrationError(f"another process failed: {'; '.join(failed)}")
     if not any(ran for ran, _ in parts):
         raise CalibrationError(
-            "calibrate got no batches: the iterable was empty (or used up before)"
+            "calibrate got no batches: the iterable is empty or already consumed"
         )
     if ranks.several:
         first, *others = (found for _, found in parts)
@@ -464,8 +465,8 @@ class Ranks:
 def _lost(timeout: float, error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return (
-        f"another process of this calibration died, or did not answer within {timeout:g} seconds "
-        f"({first}). See what it printed; if a rank is merely slow, pass a longer timeout="
+        f"another process of this calibration died or did not respond within {timeout:g} seconds "
+        f"({first}). Check its output; if it is only slow, pass a larger timeout="
     )
 
 
@@ -483,8 +484,8 @@ class _ResumeFile:
     def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
         if left_out := statistics(prepared).left_out:
             raise StatisticsError(
-                f"resume= needs observers whose statistics can be saved; {'; '.join(left_out)} come from "
-                "other packages"
+                f"resume= requires observers whose statistics can be saved; {'; '.join(left_out)} "
+                "come from other packages"
             )
         check_kind(path)
         if not path.parent.is_dir():
@@ -503,8 +504,8 @@ class _ResumeFile:
             found = Statistics.load(self.path)
             if not found.batches:
                 raise StatisticsError(
-                    f"{self.path} holds a finished calibration, which cannot be resumed; to use its "
-                    "statistics, pass Statistics.load(file) instead of batches"
+                    f"{self.path} holds a finished calibration, which cannot be resumed. To use "
+                    "its statistics, pass Statistics.load(file) instead of batches"
                 )
             found.apply(prepared, partial=False, to_go_on=True)
             self._batches = found.batches
@@ -574,13 +575,16 @@ def lint(prepared: GraphModule) -> list[str]:
 def _problems(observer: nn.Module, screen: Screen, typical: float) -> Iterator[str]:
     size = _magnitude(screen)
     if not screen.values:
-        yield "never saw data: no batch reached it"
+        yield "never saw data because no batch reached it"
     elif screen.mask is not None:
-        yield f"holds {screen.mask}; it stays in float"
+        yield f"has {screen.mask}; it stays in float"
     elif (value := _only_value(observer)) is not None:
-        yield f"was {value:g} throughout"
+        yield f"was constant ({value:g})"
     elif size > FAR_FROM_TYPICAL * typical:
-        yield f"reaches {size:g}, and the median of all tensors is {typical:g}: an outlier or a mask?"
+        yield (
+            f"reaches {size:g}, while the median over all tensors is {typical:g} (an outlier or a "
+            "mask?)"
+        )
 
 
 def _magnitude(screen: Screen) -> float:

@@ -103,9 +103,9 @@ def learn(
         learning = algorithms_of(plan.claims).learning(plan.claims)
         words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
-            f"{words}: the program writes to its buffers ({', '.join(written)}), so its results for a batch "
-            "depend on earlier batches, and it cannot be calibrated part by part. Remove "
-            f"{words} from algorithms="
+            f"{words} cannot be calibrated part by part: the program writes to its buffers "
+            f"({', '.join(written)}), so the result for a batch depends on earlier batches. "
+            f"Remove {words} from algorithms="
         )
     bind = binder(prepared)
     given = [run_batch(bind, batch, transform, number) for number, batch in batches]
@@ -156,10 +156,11 @@ class _Walk:
                 weight_group(found, product)
                 if product.node.graph is not found.model.graph:
                     raise NotChanged(
-                        "it is in a subgraph of control flow (torch.cond, while_loop), which runs as a whole"
+                        "it is in a control-flow subgraph (torch.cond, while_loop), which can "
+                        "only run as a whole"
                     )
                 if product.node.name not in self.quantized.place:
-                    raise NotChanged("an observer of another package replaced it")
+                    raise NotChanged("it was replaced by an observer from another package")
                 yield _Asked(algorithm, part, product)
 
     def units(self, asked: Sequence[_Asked]) -> list[_Unit]:
@@ -226,7 +227,7 @@ class _Walk:
             if number in found.integers:
                 where = describe(one.product.node)
                 line = next(
-                    (line for line in lines if where in line), f"{algorithm.word} of {where}"
+                    (line for line in lines if where in line), f"{algorithm.word} on {where}"
                 )
                 yield LearnedWeight(
                     one.path, line, q.scale, q.zero_point, now.scale, now.zero_point,

@@ -62,7 +62,7 @@ class Difference:
     other: str
 
     def __str__(self) -> str:
-        return f"{self.site}: {self.one or 'nothing'} and {self.other or 'nothing'}"
+        return f"{self.site}: {self.one or 'nothing'} != {self.other or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Statistics:
 
     def __str__(self) -> str:
         lines = [f"{entry.sites[0]}: {described(entry.facts)}" for entry in self.entries]
-        return "\n".join([*lines, *(f"left out: {name}" for name in self.left_out)])
+        return "\n".join([*lines, *(f"no statistics: {name}" for name in self.left_out)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a `.safetensors` file, or a `.json` file, which is larger and can be edited.
@@ -131,14 +131,14 @@ class Statistics:
         return result
 
     def _merged(self, other: Statistics) -> Statistics:
-        self._check_model(other.fingerprint, "the others are")
+        self._check_model(other.fingerprint, "the other statistics have")
         found = {entry.sites: entry.facts for entry in self.entries}
         groups = {site: entry.sites for entry in self.entries for site in entry.sites}
         for entry in other.entries:
             for site in entry.sites:
                 if groups.get(site, entry.sites) != entry.sites:
                     raise StatisticsError(
-                        f"these statistics come from different quantizers: each groups {site} with "
+                        f"these statistics come from different quantizers: {site} is grouped with "
                         "different tensors. Calibrate both parts with the same quantizer"
                     )
             mine = found.get(entry.sites)
@@ -170,8 +170,8 @@ class Statistics:
     def _check_model(self, fingerprint: str, whose: str) -> None:
         if self.fingerprint != fingerprint:
             raise StatisticsError(
-                f"these statistics are of a model with the hash {self.fingerprint[:12]}, and {whose} of one "
-                f"with {fingerprint[:12]}: its parameters differ"
+                f"these statistics belong to a model with hash {self.fingerprint[:12]}, but "
+                f"{whose} {fingerprint[:12]}: the parameters differ"
             )
 
     def diff(self, other: Statistics) -> tuple[Difference, ...]:
@@ -179,7 +179,7 @@ class Statistics:
         mine, theirs = self._by_site(), other._by_site()
         sums, others = (_by_place((*o.means, *o.moments)) for o in (self, other))
         apart = {key[0] for key in sums if key in others and not sums[key].same(others[key])}
-        alone = dict.fromkeys(apart, "sums of its channels")  # no range is kept beside them
+        alone = dict.fromkeys(apart, "channel sums")  # no range is kept beside them
         one, another = (
             {**alone, **{site: described(facts) for site, facts in by_site.items()}}
             for by_site in (mine, theirs)
@@ -193,7 +193,7 @@ class Statistics:
         return tuple(
             difference
             if difference.one != difference.other
-            else replace(difference, other=f"{difference.other}, but not the same ones")
+            else replace(difference, other=f"{difference.other} (with other values)")
             for difference in said
         )
 
@@ -214,7 +214,7 @@ class Statistics:
         named = [o for text, o in known.items() if str(site) in (text, o.module)]
         if len(named) != 1:
             found = "; ".join(map(str, named)) or f"none{near_names(str(site), known)}"
-            raise StatisticsError(f"{str(site)!r} is not the name of one tensor, but of {found}")
+            raise StatisticsError(f"{str(site)!r} must name exactly one tensor, found {found}")
         entries = tuple(
             replace(e, facts=replace(e.facts, set_range=chosen)) if named[0] in e.sites else e
             for e in self.entries
@@ -247,20 +247,20 @@ class Statistics:
         """
         record = prepared_record(prepared, "Statistics.apply")
         if not another_model:
-            self._check_model(record.fingerprint, "this one is")
+            self._check_model(record.fingerprint, "this model has")
         found, lacking = self._matched(prepared, record, complete)
         sums = self._matched_sums(prepared, lacking, complete)
         whole = self.learned is not None and self.learned.whole
         if learns(record.plan) and not (whole or to_go_on):
             lacking.append(
-                "weights: an algorithm needs what is learned from all data at once, in one process or in "
-                "processes that run together, and these statistics have nothing of it"
+                "weights: an algorithm must learn from all calibration data in one run, and "
+                "these statistics contain no results of it"
             )
         if lacking and not partial:
             raise StatisticsError(
-                "these statistics lack what observers need:\n"
+                "these statistics lack data that observers require:\n"
                 + "\n".join(f"  - {line}" for line in lacking)
-                + "\nCalibrate with data, or pass partial=True to leave those observers as they are."
+                + "\nCalibrate with data, or pass partial=True to leave those observers unchanged."
             )
         for observer, facts in found:
             _take(observer, facts)
@@ -280,9 +280,9 @@ class Statistics:
             if seen is None and not (observer.asked or complete):
                 found.append((observer, observer.nothing()))
             elif seen is None:
-                lacking.append(f"{site}: no {what} of its channels, which an algorithm needs")
+                lacking.append(f"{site}: channel {what}, required by an algorithm, are missing")
             elif seen.total.shape != observer.total.shape:
-                lacking.append(f"{site}: {what} of other channels")
+                lacking.append(f"{site}: {what} are for different channels")
             else:
                 found.append((observer, seen))
         return found
@@ -304,11 +304,11 @@ class Statistics:
                 trial = copy.deepcopy(observer)
                 _take(trial, facts)
                 if complete and not getattr(trial, "knows_channels", True):
-                    raise StatisticsError("no ranges of channels")
+                    raise StatisticsError("channel ranges are missing")
                 found.append((observer, facts))
             except StatisticsError as error:
                 kind = type(base_observer(observer)).__name__
-                lacking.append(f"{sites[0]}: {kind} finds {error} there")
+                lacking.append(f"{sites[0]}: {kind} cannot use its statistics: {error}")
         return found, lacking
 
 
@@ -363,12 +363,12 @@ def order_dependent(prepared: GraphModule) -> list[str]:
 def described(facts: Facts) -> str:
     """Return the range of a tensor and how many values were seen, for people."""
     if facts.set_range is not None:
-        return f"[{facts.set_range[0]:g}, {facts.set_range[1]:g}], set by hand"
+        return f"[{facts.set_range[0]:g}, {facts.set_range[1]:g}], set manually"
     low, high = facts.minimum, facts.maximum
     if facts.channels is not None and (low is None or high is None):
         low, high = float(facts.channels.low.min()), float(facts.channels.high.max())
     span = "no range" if low is None or high is None else f"[{low:g}, {high:g}]"
-    return f"{span} of {facts.values} values"
+    return f"{span}, {facts.values} values"
 
 
 def _ordered(facts: Mapping[tuple[Site, ...], Facts]) -> tuple[Entry, ...]:
@@ -434,7 +434,7 @@ def _estimates(observer: nn.Module) -> bool:
 
 def _take(observer: Any, facts: Facts) -> None:
     if not isinstance(base_observer(observer), Observer):
-        raise StatisticsError("it cannot be given statistics")
+        raise StatisticsError("the observer does not accept statistics")
     observer.take(facts)
 
 

@@ -99,9 +99,9 @@ def read(path: Path, kind: type[Data]) -> Data:
         text, tensors = (path.read_text("utf-8"), {}) if suffix == _TEXT else _opened(path)
         data = json.loads(text)
         if (version := data.pop("format_version")) != FORMAT_VERSION:
-            raise ValueError(f"format version {version}; this qompose reads {FORMAT_VERSION}")
+            raise ValueError(f"unsupported format version {version} (expected {FORMAT_VERSION})")
         if suffix == _BINARY and data.pop("digest") != _digest(tensors):
-            raise ValueError("its numbers are not those that were written")
+            raise ValueError("checksum mismatch, the file is damaged")
         get: Get = torch.tensor if suffix == _TEXT else tensors.__getitem__
         found: Any = of_type(kind, _types(torch.Tensor.tolist, get)).read(data, "statistics")
         _check_whole(found.entries, found.batches)
@@ -109,9 +109,7 @@ def read(path: Path, kind: type[Data]) -> Data:
         SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
         RecursionError, RuntimeError,
     ) as error:  # fmt: skip
-        raise StatisticsError(
-            f"{path} does not hold valid statistics of qompose: {error!r}"
-        ) from error
+        raise StatisticsError(f"{path} is not a valid statistics file: {error!r}") from error
     made: Data = found
     return made
 
@@ -137,7 +135,7 @@ def check_kind(path: Path) -> str:
     """
     if path.suffix not in (_BINARY, _TEXT):
         raise StatisticsError(
-            f"{path} must end in {_BINARY} or {_TEXT}, which name the kind of file"
+            f"the name of a statistics file must end in {_BINARY} or {_TEXT}, got {path}"
         )
     return path.suffix
 
@@ -229,9 +227,9 @@ def _check_whole(entries: tuple[Entry, ...], batches: int) -> None:
     """
     sites = [site for entry in entries for site in entry.sites]
     if len(sites) != len(set(sites)) or not all(entry.sites for entry in entries):
-        raise ValueError("a tensor has two entries, or an entry no tensor")
+        raise ValueError("every tensor must have exactly one entry, and every entry a tensor")
     if batches < 0:
-        raise ValueError(f"batches is {batches}")
+        raise ValueError(f"batches must not be negative, got {batches}")
 
 
 def range_of(low: Any, high: Any) -> tuple[float, float]:
@@ -242,7 +240,9 @@ def range_of(low: Any, high: Any) -> tuple[float, float]:
     """
     ends = torch.tensor([float(low), float(high)], dtype=torch.float32)
     if not bool(torch.isfinite(ends).all() & (ends[0] < ends[1])):
-        raise StatisticsError(f"[{low}, {high}] is not a range")
+        raise StatisticsError(
+            f"a range must be two finite numbers, the first one smaller, got [{low}, {high}]"
+        )
     return float(low), float(high)
 
 
@@ -253,25 +253,27 @@ def _check_facts(facts: Facts) -> None:
     low, high = facts.minimum, facts.maximum
     if low is not None and high is not None:
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            raise ValueError(f"[{low}, {high}] is not the least and the largest of any values")
+            raise ValueError(
+                f"minimum and maximum must be finite and in order, got [{low}, {high}]"
+            )
         if facts.histogram is not None:
             facts.histogram.minimum, facts.histogram.maximum = low, high
     if (low is None) is not (high is None):
-        raise ValueError("a tensor has one end of a range")
+        raise ValueError("a range has only one bound")
     if facts.channels is not None:
         _check_channels(facts.channels)
 
 
 def _check_channels(seen: Channels) -> None:
     if not (seen.low.is_floating_point() and seen.high.is_floating_point()):
-        raise ValueError("the ranges of channels must be floats")
+        raise ValueError("channel ranges must be floats")
     if seen.low.shape != seen.high.shape or not bool(
         (seen.low <= seen.high).all() & torch.isfinite(seen.high - seen.low).all()
     ):
-        raise ValueError("the ranges of channels are invalid")
+        raise ValueError("channel ranges are invalid")
     if seen.histograms is not None:
         if seen.histograms.exponents.shape != seen.low.shape:
-            raise ValueError("not each channel has a range and an exponent")
+            raise ValueError("every channel must have a range and an exponent")
         seen.histograms.low, seen.histograms.high = seen.low, seen.high
 
 
@@ -286,16 +288,16 @@ def _check_moments(moments: Moments) -> None:
     shape = tuple(total.shape)
     width = moments.columns.rows(shape[-1])
     if len(shape) != 4 or shape[0] != 2 or shape[2] != width:
-        raise ValueError("second moments are not of columns")
+        raise ValueError("second moments have an invalid shape")
     if total.dtype != torch.float64 or count.shape != (2,) or count.is_floating_point():
         raise ValueError("the sums or counts of second moments are invalid")
 
 
 def _check_learned(weight: LearnedWeight) -> None:
     if not bool((weight.scale.isfinite() & (weight.scale > 0)).all()):
-        raise ValueError("the scales of a weight are not positive and finite")
+        raise ValueError("the scales of a weight must be positive and finite")
     if weight.integers.is_floating_point():
-        raise ValueError("the integers of a weight are not integers")
+        raise ValueError("the quantized values of a weight must be integers")
 
 
 def _bins_of(histogram: Histogram) -> dict[str, Any]:
@@ -308,9 +310,9 @@ def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
         raise ValueError("the bins or counts of a histogram are invalid")
     whole = not (counts.is_floating_point() or bins.is_floating_point())
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
-        raise ValueError("a histogram has a bin twice, or a part of a count")
+        raise ValueError("a histogram must have unique bins and integer counts")
     if abs(exponent) > _FARTHEST:
-        raise ValueError(f"a histogram has the exponent {exponent}")
+        raise ValueError(f"the exponent of a histogram is out of range: {exponent}")
     found = Histogram()
     found.counts[bins.long()] = counts.long()
     found.exponent = exponent
@@ -353,10 +355,10 @@ def _sample(strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor) -> RowS
     if not (rows.numel() or order.numel() or strata.numel()):  # as text they have no shape
         return RowSample()
     if rows.dim() != 2 or order.shape != (len(rows), 3):
-        raise ValueError("the rows of a sample have no order")
+        raise ValueError("the rows of a sample must be sorted")
     seen = dict(zip(strata.long().tolist(), counts.long().tolist(), strict=True))
     if not {*order[:, 0].tolist()} <= {stratum for stratum, count in seen.items() if count > 0}:
-        raise ValueError("the rows of a sample are of strata in which there were none")
+        raise ValueError("a sample has rows in an empty stratum")
     return RowSample(rows.float(), order.long(), seen)
 
 

@@ -33,13 +33,13 @@ class Input:
     def objection(self, value: object) -> str | None:
         """Return why a value cannot be this input, or None."""
         if not isinstance(value, Tensor):
-            return f"is of type {type(value).__name__}, not a tensor"
+            return f"is a {type(value).__name__}, not a tensor"
         if objection := without_values(value):
             return objection
         fits = len(self.sizes) == value.dim() and all(map(_within, value.shape, self.sizes))
         if fits and value.dtype == self.dtype:
             return None
-        return f"is {_dtype(value.dtype)}{list(value.shape)}, and the program takes {self.shape}"
+        return f"is {_dtype(value.dtype)}{list(value.shape)}, but the program expects {self.shape}"
 
     @property
     def shape(self) -> str:
@@ -57,10 +57,10 @@ class Input:
 def without_values(value: Tensor) -> str | None:
     """Return why a tensor has no values that a program can be run with, or None."""
     if value.is_meta:
-        return "is a tensor of the device 'meta', which has no values"
+        return "is on the 'meta' device, so it has no values"
     if value.layout is not torch.strided:
         layout = str(value.layout).removeprefix("torch.")
-        return f"has the layout {layout}, and programs take dense tensors: store its .to_dense()"
+        return f"has layout {layout}, but programs expect dense tensors; save its .to_dense()"
     return None
 
 
@@ -218,10 +218,10 @@ def _batches(path: Path, inputs: Inputs, batch_size: int | None) -> Iterator[lis
         return
     if batch_size is not None:
         raise CalibrationError(
-            f"{path} holds a list of batches, and --batch-size cuts samples into batches: leave it out"
+            f"{path} holds a list of batches, which --batch-size cannot cut; remove --batch-size"
         )
     if not data:
-        raise CalibrationError(f"{path} holds an empty list, and no batch")
+        raise CalibrationError(f"{path} holds an empty list; expected at least one batch")
     for number, batch in enumerate(data, start=1):
         yield _checked(f"{path}, batch {number}", _leaves(path, number, batch, inputs), inputs)
 
@@ -229,7 +229,7 @@ def _batches(path: Path, inputs: Inputs, batch_size: int | None) -> Iterator[lis
 def _read(path: Path) -> Any:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise CalibrationError(f"{path} must be one of {', '.join(_READERS)}")
+        raise CalibrationError(f"{path} must end in one of {', '.join(_READERS)}")
     with path.open("rb"):
         pass
     try:
@@ -238,8 +238,9 @@ def _read(path: Path) -> Any:
         raise CalibrationError(f"{path} is not a valid safetensors file: {error}") from error
     except Exception as error:  # a damaged pickle fails in any way
         raise CalibrationError(
-            f"{path} cannot be read as a file of torch.save with weights_only=True ({type(error).__name__}); "
-            "tensors, and lists, tuples and dicts of them can"
+            f"{path} cannot be loaded by torch.load with weights_only=True "
+            f"({type(error).__name__}). It may only contain tensors, and lists, tuples and dicts "
+            "of them"
         ) from error
 
 
@@ -259,17 +260,18 @@ def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
     known = {tensor.name for tensor in inputs.tensors}
     if not known:
         raise CalibrationError(
-            f"{path}: the program takes no tensors, and needs no data: leave out --calibration"
+            f"{path}: the program has no tensor inputs, so it needs no data; remove --calibration"
         )
     if isinstance(data, Tensor):
         if len(known) != 1:
             raise CalibrationError(
-                f"{path} holds one tensor, and the program takes {inputs}: name the tensors in a dict"
+                f"{path} holds one tensor, but the program expects {inputs}; save a dict of "
+                "tensors by name"
             )
         data = dict.fromkeys(known, data)
     if not isinstance(data, Mapping):
         raise CalibrationError(
-            f"{path} must hold a tensor, a list of batches or a dict of tensors, got {type(data).__name__}"
+            f"{path} must contain a tensor, a list of batches or a dict of tensors, got {type(data).__name__}"
         )
     named = _named(path, data, inputs)
     for name, value in named.items():
@@ -277,7 +279,7 @@ def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
     missing = sorted(known - set(named))
     if missing:
         raise CalibrationError(
-            f"{path} has nothing for {' and '.join(missing)}; the program takes {inputs}"
+            f"{path} has no samples for {' and '.join(missing)}. The program expects {inputs}"
         )
     return named
 
@@ -291,7 +293,7 @@ def _named(path: Path, data: Mapping[Any, Any], inputs: Inputs) -> dict[str, Any
         name = str(given if given in names else numbered.get(given, given))
         if name in named:
             raise CalibrationError(
-                f"{path} has the input {name} twice: by its name, and as arg{names.index(name)}"
+                f"{path} has the input {name} twice, by name and as arg{names.index(name)}"
             )
         named[name] = value
     return named
@@ -301,15 +303,16 @@ def _check_sample(path: Path, name: str, value: Any, inputs: Inputs) -> None:
     known = [tensor.name for tensor in inputs.tensors]
     if name not in known:
         raise CalibrationError(
-            f"{path}: the program has no input {name!r}{near_names(name, known)}; it takes {inputs}"
+            f"{path}: the program has no input {name!r}{near_names(name, known)}. It expects "
+            f"{inputs}"
         )
     objection = (
         without_values(value)
         if isinstance(value, Tensor)
-        else f"is a {type(value).__name__}; expected a tensor of samples"
+        else f"is a {type(value).__name__}, not a tensor of samples"
     )
     if objection:
-        raise CalibrationError(f"{path}, input {name}: it {objection}")
+        raise CalibrationError(f"{path}: input {name} {objection}")
 
 
 def _cut(
@@ -321,21 +324,21 @@ def _cut(
     if count is None or set(lengths.values()) != {count}:
         listed = ", ".join(f"{name} {length or 'none'}" for name, length in lengths.items())
         raise CalibrationError(
-            f"{path}: the inputs have different numbers of samples ({listed}); inputs without samples "
-            "needs a list of batches"
+            f"{path}: inputs must have the same number of samples, got {listed}. Use a list of "
+            "batches for inputs without samples"
         )
     size = batch_size or inputs.tensors[0].example_batch
     if count == 0 or not _is_taken(min(count, size), inputs):
         raise CalibrationError(
-            f"{path}: {count} samples in batches of {size} do not fit what the program takes ({inputs}); "
-            "--batch-size sets the size of a batch"
+            f"{path}: {count} samples in batches of {size} do not fit the program, which expects "
+            f"{inputs}. Set the batch size with --batch-size"
         )
     for start in range(0, count, size):
         stop = min(start + size, count)
         if not _is_taken(stop - start, inputs):
             warnings.warn(
-                f"{path}: the last {stop - start} of {count} samples are left out, because they make no "
-                f"batch that the program takes ({inputs})",
+                f"{path}: the last {stop - start} of {count} samples are skipped because they do "
+                f"not fill a batch that the program accepts ({inputs})",
                 QomposeWarning,
                 stacklevel=2,
             )
@@ -359,9 +362,8 @@ def _leaves(path: Path, number: int, batch: Any, inputs: Inputs) -> list[Any]:
     flat, spec = pytree.tree_flatten(given)
     if spec != inputs.spec:
         raise CalibrationError(
-            f"{path}, batch {number}: it has {len(flat)} value{'s' * (len(flat) != 1)} in another "
-            "structure than the program's inputs, "
-            f"which are {inputs.structure}; it is {shown(batch)}"
+            f"{path}, batch {number}: expected {inputs.structure}, got {shown(batch)} "
+            f"({len(flat)} value{'s' * (len(flat) != 1)})"
         )
     return flat
 
@@ -370,5 +372,5 @@ def _checked(where: str, leaves: list[Any], inputs: Inputs) -> list[Any]:
     for wanted, value in zip(inputs.leaves, leaves, strict=True):
         objection = wanted.objection(value) if isinstance(wanted, Input) else None
         if objection:
-            raise CalibrationError(f"{where}, input {wanted.name}: it {objection}")
+            raise CalibrationError(f"{where}: input {wanted.name} {objection}")
     return leaves

@@ -114,16 +114,17 @@ def add_quantizer(parser: ArgumentParser, required: bool = True) -> None:
     how = parser.add_mutually_exclusive_group(required=required)
     how.add_argument(
         "--backend", action="append", metavar="NAME[:CONFIG]",
-        help="an installed backend, and one of its configurations (the first, if none is named); several, in "
-        "order of priority; `qompose capabilities` lists both",
+        help=("an installed backend and optionally one of its configurations (default: its first); "
+            "repeat in order of priority; `qompose capabilities` lists both"),
     )  # fmt: skip
     how.add_argument(
-        "--config", type=Path, metavar="FILE.json", help="the quantizer, as Quantizer.to_dict describes it"
+        "--config", type=Path, metavar="FILE.json", help="a quantizer saved as JSON by Quantizer.to_dict"
     )  # fmt: skip
     parser.add_argument(
         "--on-conflict", choices=("priority", "error", "first"),
-        help="with --backend: who gets operators that several want (default: priority, the first backend "
-        "that can take them; error: fail; first: like priority, but keep earlier annotations)",
+        help=("with --backend: how to resolve operators claimed by several backends (default: "
+            "priority, the first backend that supports them; error: fail; first: like priority, but "
+            "also keep earlier annotations)"),
     )  # fmt: skip
 
 
@@ -132,16 +133,20 @@ def add_data(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--calibration", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
-        help="samples: .safetensors or .pt",
+        help="calibration samples (.safetensors or .pt)",
     )  # fmt: skip
     add(
         "--batch-size",
         type=_positive,
         metavar="N",
-        help="samples in a batch (default: as exported)",
+        help="samples per batch (default: as exported)",
     )
     add("--batches", type=_positive, metavar="N", help="use only the first N batches")
-    add("--no-progress", action="store_true", help="no progress bar; it shows only on a terminal")
+    add(
+        "--no-progress",
+        action="store_true",
+        help="hide the progress bar (it is only shown on a terminal)",
+    )
 
 
 def chosen_quantizer(options: Namespace) -> Quantizer:
@@ -157,7 +162,9 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     from qompose.quantizer.composition import quantizer_from_json
 
     if options.on_conflict:
-        raise UserError("--on-conflict needs --backend: a --config file has its own on_conflict")
+        raise UserError(
+            "--on-conflict requires --backend; a --config file sets its own on_conflict"
+        )
     try:
         return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
     except (UserError, UnicodeDecodeError) as error:
@@ -208,7 +215,7 @@ def add_report_form(parser: ArgumentParser) -> None:
     form.add_argument("--markdown", action="store_true", help="print Markdown")
     parser.add_argument(
         "--html", type=Path, metavar="FILE.html",
-        help="write it as a page for browsers too: one file that loads nothing",
+        help="also write the report as a self-contained HTML page",
     )  # fmt: skip
 
 
@@ -217,7 +224,7 @@ def check_page(page: Path | None, read: Collection[Path]) -> None:
     if page is None:
         return
     if page.suffix.lower() != ".html":
-        raise UserError(f"--html must name a file that ends in .html, got {page}")
+        raise UserError(f"--html must name a .html file, got {page}")
     check_place(page, read)
 
 
@@ -227,7 +234,7 @@ def check_place(path: Path, read: Collection[Path]) -> None:
     if not place.parent.is_dir():
         raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
     if place in read:
-        raise UserError(f"{path} would be overwritten, but is an input: choose another --output")
+        raise UserError(f"{path} is an input and would be overwritten; choose another --output")
 
 
 def print_report(found: Report, options: Namespace, results: Results) -> None:

@@ -96,9 +96,9 @@ def _version(name: str) -> str | None:
 
 
 ENV = Command(
-    "print versions, processor and backends, for a bug report",
-    "Print what quantized models depend on: versions of Python, torch, qompose, its plugins and their "
-    "requirements; the processor; the installed backends; environment variables.",
+    "print versions, processor and backends for a bug report",
+    "Print what quantized models depend on: the versions of Python, torch, qompose, its plugins "
+    "and their requirements, the processor, the installed backends, and environment variables.",
     "qompose env\nqompose env --json",
     _add_arguments,
     _run,

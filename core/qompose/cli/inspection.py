@@ -61,10 +61,12 @@ def _seconds(text: str) -> float:
 
 
 def _add_backends_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="load each in a separate process")
+    parser.add_argument(
+        "--check", action="store_true", help="load each backend in a separate process"
+    )
     parser.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="SECONDS",
-        help="with --check: how long loading one may take (default: %(default)g)",
+        help="with --check: time limit for loading one backend (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -77,9 +79,9 @@ def _list_backends(options: Namespace, results: Results) -> int:
         healths = check_apart(found, options.timeout)
         rows = [{**row, **h.to_dict()} for row, h in zip(rows, healths, strict=True)]
     for name in names_nobody_offers():
-        say(f"QOMPOSE_PLUGINS names {name!r}, which no installed package offers")
+        say(f"QOMPOSE_PLUGINS names {name!r}, but no installed package provides it")
     for package in damaged_packages():
-        say(f"{package}: its entry_points.txt is damaged, so that what it offers is not known")
+        say(f"{package}: its entry_points.txt is damaged, so its backends are unknown")
     if options.json:
         results.json({"schema": SCHEMA, "backends": rows})
         return int(any(row["problem"] for row in rows))
@@ -103,7 +105,7 @@ def _print_backends(rows: list[dict[str, Any]], results: Results) -> None:
             if problem:
                 results.text(f"{row['name']}: target {target} cannot be used here: {problem}")
     for name, target in _targets_nobody_brings(rows):
-        results.text(f"{name}: no installed backend brings the target {target}")
+        results.text(f"{name}: no installed backend provides the target {target}")
 
 
 def _targets_nobody_brings(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -183,15 +185,15 @@ class _Check:
         try:
             code = self.process.wait(max(0.0, self.start + timeout - monotonic()))
         except subprocess.TimeoutExpired:
-            return Health(BROKEN, f"loading it did not end within {timeout:g} s")
+            return Health(BROKEN, f"loading it took longer than {timeout:g} s")
         for file in (self.out, self.error):
             file.seek(0)
         printed, said = self.out.read(), self.error.read()
         try:
             return Health(**json.loads(printed))
         except (ValueError, TypeError):
-            last = (said.strip().splitlines() or ["no message"])[-1]
-            return Health(BROKEN, f"loading it ended the process {_how(code)}: {last}")
+            last = (said.strip().splitlines() or ["no output"])[-1]
+            return Health(BROKEN, f"loading it terminated the process {_how(code)}: {last}")
 
 
 def _how(code: int) -> str:
@@ -222,11 +224,10 @@ def answer(*key: str) -> None:
 BACKENDS = Command(
     summary="list the installed backends and algorithms",
     description="""\
-List the installed backends, and other packages' algorithms, from package metadata, without importing
-one.
+List the installed backends and third-party algorithms. Only package metadata is read; nothing is imported.
 
-With --check, load each in a separate process and say what is wrong: "broken" means that the package is
-at fault, "unavailable here" that this machine lacks something. Either makes the exit code 1.""",
+With --check, load each one in a separate process and report problems: "broken" means that the package is
+faulty, "unavailable here" that this machine lacks something. In both cases the exit code is 1.""",
     examples="""\
 qompose backends
 qompose backends --check
@@ -239,13 +240,13 @@ QOMPOSE_PLUGINS=my_chip,my_cpu qompose backends --json""",
 def _add_capabilities_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("backend", nargs="*", metavar="BACKEND", help="names (default: all installed backends)")
-    add("--target", help="only what has a kernel on this target")
-    add("--mode", choices=("static", "dynamic", "weight-only"), help="only this mode")
-    add("--config", help="only this configuration")
+    add("--target", help="only rows with a kernel on this target")
+    add("--mode", choices=("static", "dynamic", "weight-only"), help="only rows with this mode")
+    add("--config", help="only rows with this configuration")
     add("--operator", help="only patterns with this operator or module, such as conv2d or Conv2d")
     add(
         "--rule",
-        help="only this rule; reports name rules, backends and configurations as they are here",
+        help="only rows with this rule (names are the same in reports)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -299,7 +300,7 @@ def _check_choice(choice: str, value: str | None, known: set[str]) -> None:
     """Refuse a name that no row has: the answer would be an empty table."""
     if value is not None and value not in known:
         raise UserError(
-            f"no row has the {choice} {value!r}{near_names(value, known)}; there are "
+            f"no row has the {choice} {value!r}{near_names(value, known)}. Available: "
             f"{', '.join(sorted(known)) or 'none'}"
         )
 
@@ -310,7 +311,7 @@ def _print_capabilities(
     from qompose.console import as_text
 
     if not rows and options.operator is None:
-        results.text("No row.")
+        results.text("No matching rows.")
     elif options.markdown:
         results.text(rows.to_markdown())
     elif rows:
@@ -328,15 +329,14 @@ def _why_not(found: Capabilities, rows: Capabilities, operator: str | None) -> I
         if not taken:
             yield f"{source.backend}: {replace(found, sources=(source,)).supports(operator)}"
         elif without:
-            yield f"{source.backend}: not under {'; '.join(without)}"
+            yield f"{source.backend}: not supported by the configurations {'; '.join(without)}"
 
 
 CAPABILITIES = Command(
-    summary="list what backends can do",
+    summary="list what backends can quantize",
     description="""\
-List the patterns that backends quantize: a row for each of a backend's rules under each of its
-configurations, with the kernel that runs it on each target. The rows come from the tables that quantize and
-lower.""",
+List the patterns that backends quantize: one row for each rule and configuration of a backend, with the
+kernel that runs it on each target. The rows come from the tables that are used to quantize and lower.""",
     examples="""\
 qompose capabilities
 qompose capabilities my_chip --operator conv2d
@@ -349,7 +349,7 @@ qompose capabilities --json""",
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the saved model")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a saved model")
     add_report_form(parser)
 
 
@@ -384,8 +384,8 @@ def _save_pages(reports: Mapping[str, Report], page: Path) -> None:
 REPORT = Command(
     summary="show what happened to every operator of a saved model",
     description="""\
-Show the report of a model that qompose.save or `qompose quantize` wrote: who took which operator, and why the
-rest is float. No backend needs to be installed for that, and no code of the file is run.""",
+Show the report of a model saved by qompose.save or `qompose quantize`: which backend claimed each operator,
+and why the others stay in float. No backend needs to be installed, and no code in the file is run.""",
     examples="""\
 qompose report model.qompose
 qompose report model.qompose --markdown > report.md

@@ -29,10 +29,11 @@ COMMANDS: dict[str, Command] = {
     "new-backend": new_backend.NEW_BACKEND,
 }
 DESCRIPTION = """\
-Composable int8 quantization for PyTorch 2: see what is installed, quantize, and see what happened.
+Composable int8 quantization for PyTorch 2: list backends, quantize models and inspect the result.
 
-Results go to standard output, all else to standard error. Exit codes: 0 fine, 1 a problem, 2 wrong usage, 130
-interrupted. QOMPOSE_PLUGINS=a,b hides all other backends; QOMPOSE_TRACE=1 reports every call of a plugin."""
+Results are printed to standard output, everything else to standard error. Exit codes: 0 success, 1 failure,
+2 usage error, 130 interrupted. QOMPOSE_PLUGINS=a,b enables only these backends; QOMPOSE_TRACE=1 logs every
+plugin call."""
 PROBLEM, INTERRUPTED = 1, 130
 
 
@@ -69,14 +70,14 @@ def _run(options: Namespace, results: Results) -> int:
 def _problem(error: BaseException) -> str:
     """Return the message for an error: its own if it is meant for users, else that it is a defect."""
     if isinstance(error, InternalError):
-        return f"internal error: {error}. This is a defect of qompose; --traceback shows where."
+        return f"internal error: {error}. This is a bug in qompose; --traceback shows where."
     if isinstance(error, (QomposeError, QomposeWarning)):
         return str(error)
     if isinstance(error, OSError):
         known = error.filename is not None and error.strerror
         return f"{error.filename}: {error.strerror}" if known else str(error)
     return (
-        f"internal error: {describe_error(error)}. This is a defect, of qompose or of a plugin; "
+        f"internal error: {describe_error(error)}. This is a bug in qompose or a plugin; "
         "--traceback shows where."
     )
 
@@ -128,5 +129,5 @@ def _parser() -> ArgumentParser:
 
 def _add_traceback(parser: ArgumentParser, default: Any) -> None:
     parser.add_argument(
-        "--traceback", action="store_true", default=default, help="show where an error was raised"
+        "--traceback", action="store_true", default=default, help="show the traceback of an error"
     )

@@ -19,10 +19,10 @@ from qompose.errors import ProjectError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="what users will call the backend")
+    parser.add_argument("name", metavar="NAME", help="name of the backend")
     parser.add_argument(
         "--directory", type=Path, default=Path(), metavar="DIR",
-        help="where the project's folder is made (default: here)",
+        help="parent directory of the new project (default: current directory)",
     )  # fmt: skip
 
 
@@ -33,10 +33,10 @@ def _run(options: Namespace, results: Results) -> int:
 
 
 NEW_BACKEND = Command(
-    summary="write the project of a new backend",
+    summary="create a project for a new backend",
     description="""\
-Write a pip package with a small backend that works, and its tests: one entry point, one rule table, its
-kernels. It installs and passes its tests as it is; change it rule by rule.""",
+Create a pip package with a small working backend and its tests: an entry point, a rule table and
+kernels. It can be installed and passes its tests unchanged; replace its rules step by step.""",
     examples="""\
 qompose new-backend my_chip
 qompose new-backend my_chip --directory ~/projects""",
@@ -71,7 +71,7 @@ def new_backend(name: str, parent: Path) -> Path:
         if target.is_symlink() or (
             target.exists() and not (target.is_dir() and not any(target.iterdir()))
         ):
-            raise ProjectError(f"{target} exists already: choose another name, or move it")
+            raise ProjectError(f"{target} already exists; choose another name or move it")
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as scratch:
             draft = Path(scratch) / target.name
             for path, text in _rendered(facts).items():
@@ -106,21 +106,21 @@ def _check(name: str) -> None:
     """Refuse a name that cannot be one, or is taken."""
     if not _NAME.fullmatch(name):
         raise ProjectError(
-            f"{name!r} cannot be the name of a backend: it starts with a lower-case letter, and has "
-            "lower-case letters and digits, in words between single hyphens or underscores"
+            f"{name!r} is not a valid backend name: use lowercase letters and digits, in words "
+            "separated by single hyphens or underscores, starting with a letter"
         )
     if keyword.iskeyword(name):
-        raise ProjectError(f"{name!r} is a keyword of Python: choose another name")
+        raise ProjectError(f"{name!r} is a Python keyword; choose another name")
     if re.split("[-_]", name)[0] == PREFIX:
         raise ProjectError(
-            f"{name!r} cannot be the name of a backend: leave {PREFIX!r} out, the distribution's name "
-            "gets it in front"
+            f"{name!r} is not a valid backend name: omit the prefix {PREFIX!r}, which the "
+            "distribution name adds"
         )
     for point in entry_points(group=GROUP):
         if point.name.replace("-", "_") == name.replace("-", "_"):
             raise ProjectError(
-                f"A backend {point.name!r} is installed, by {metadata_field(point.dist, 'name')}, and "
-                "names are unique: choose another one, or uninstall it"
+                f"A backend {point.name!r} is already installed by "
+                f"{metadata_field(point.dist, 'name')}; choose another name or uninstall it"
             )
 
 

@@ -38,21 +38,31 @@ def _add_quantize_arguments(parser: ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL.pt2",
-        help="what torch.export.save wrote",
+        help="a program saved by torch.export.save",
     )
     add_quantizer(parser)
     add_data(parser)
-    add("--target", default="torch", help="the runtime to lower for (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="the saved model (default: MODEL.qompose)")
-    add("--lowered", type=Path, metavar="FILE", help="the program file of a target that makes one")
-    add("--strict", action="store_true", help="fail where something asked for cannot be done")
+    add("--target", default="torch", help="runtime to lower for (default: %(default)s)")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to save the quantized model (default: MODEL.qompose)",
+    )
+    add(
+        "--lowered",
+        type=Path,
+        metavar="FILE",
+        help="where to write the program file of the target, if it has one",
+    )
+    add("--strict", action="store_true", help="fail if something that was requested cannot be done")
     add(
         "--allow-uncalibrated", action="store_true",
-        help="leave in float what no sample reaches, rather than fail",
+        help="leave regions in float that no sample reaches, instead of failing",
     )  # fmt: skip
     add(
         "--statistics", type=Path, metavar="FILE",
-        help="what `qompose calibrate` or Statistics.save wrote, in place of --calibration",
+        help="statistics saved by `qompose calibrate` or Statistics.save, instead of --calibration",
     )  # fmt: skip
     add_report_form(parser)
 
@@ -92,7 +102,7 @@ def _quantize(options: Namespace, results: Results) -> int:
 def _check_files(options: Namespace, output: Path) -> None:
     """Refuse what would fail, or destroy a file, when the work is done."""
     if options.statistics is not None and options.calibration:
-        raise UserError("--statistics replaces --calibration: give one of the two")
+        raise UserError("--statistics and --calibration cannot be combined")
     read = [
         path.resolve()
         for path in (options.model, *options.calibration, options.config, options.statistics)
@@ -104,13 +114,14 @@ def _check_files(options: Namespace, output: Path) -> None:
         check_place(path, read)
     check_page(options.html, read)
     if options.lowered and destination(options.lowered) == destination(output):
-        raise UserError(f"--output and --lowered are both {output}")
+        raise UserError(f"--output and --lowered name the same file, {output}")
     if options.html and destination(options.html) in map(destination, [output, *_lowered(options)]):
-        raise UserError(f"{options.html} is given for two files: choose another --html")
+        raise UserError(f"--html and another option name the same file, {options.html}")
     if options.lowered and options.target == "torch":
         raise UserError(
-            "The target 'torch' runs in process and has no program file: leave out --lowered, or name "
-            "another --target. In Python, qompose.lower(qompose.load(FILE)) makes the model that runs."
+            "The target 'torch' runs in process and has no program file. Remove --lowered or "
+            "choose another --target. In Python, qompose.lower(qompose.load(FILE)) returns the "
+            "model to run."
         )
 
 
@@ -119,9 +130,9 @@ def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
         return error
     listed = "\n".join(f"  - {tensor}" for tensor in error.tensors)
     return CalibrationError(
-        f"{len(error.tensors)} tensors are quantized statically, and there is no data to estimate their "
-        f"ranges from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or "
-        "weight-only configuration."
+        f"{len(error.tensors)} tensors are quantized statically, but no calibration data is given:\n"
+        f"{listed}\nPass samples with --calibration FILE, or choose a dynamic or weight-only "
+        "configuration."
     )
 
 
@@ -137,7 +148,7 @@ def _write(
 
     if options.lowered is not None and not callable(getattr(lowered, "save", None)):
         raise UserError(
-            f"This target has no program file ({type(lowered).__name__}): leave out --lowered"
+            f"This target has no program file ({type(lowered).__name__}); remove --lowered"
         )
     files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
     files += [(options.html, found.save)] if options.html else []
@@ -156,16 +167,16 @@ def _write(
 QUANTIZE = Command(
     summary="quantize an exported program and save it",
     description="""\
-Quantize a program that torch.export.save wrote, and print what happened to every operator.
+Quantize a program saved by torch.export.save, and print what happened to every operator.
 
-A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.
-Calibration files and what this command writes are read without running code.
+A MODEL.pt2 that could run code when loaded (pickles, custom objects, legacy files) is rejected. Reading
+calibration files and the files that this command writes never runs code.
 
-Calibration files are .safetensors files with a tensor for each input of the program, by its name or as arg0,
-arg1, ...; and .pt files of torch.save with a tensor, a dict of tensors by name, or a list of batches, each a
-tensor, a tuple of positional arguments or a dict of keyword arguments. The first dimension of a tensor counts
-samples, which are cut into batches; lists are taken as they are. Data is needed only where something is
-quantized statically.""",
+Calibration files are .safetensors files with one tensor per program input, named after the input or arg0,
+arg1, ...; or .pt files saved by torch.save that contain a tensor, a dict of tensors by name, or a list of
+batches, each a tensor, a tuple of positional arguments or a dict of keyword arguments. The first dimension of
+a tensor counts samples, which are cut into batches; batches in a list are used unchanged. Data is required
+only for static quantization.""",
     examples="""\
 qompose quantize model.pt2 --backend my_cpu --calibration samples.safetensors
 qompose quantize model.pt2 --backend my_chip --backend my_cpu --calibration a.pt b.pt --batches 20
@@ -179,14 +190,20 @@ qompose quantize model.pt2 --config quantizer.json --calibration data.pt --stric
 
 def _add_calibrate_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=Path, nargs="?", metavar="MODEL.pt2", help="what torch.export.save wrote")
+    add(
+        "model",
+        type=Path,
+        nargs="?",
+        metavar="MODEL.pt2",
+        help="a program saved by torch.export.save",
+    )
     add_quantizer(parser, required=False)
     add_data(parser)
     add(
         "--merge", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
-        help="files of statistics, in place of a program",
+        help="statistics files to merge, instead of a program",
     )  # fmt: skip
-    add("--output", type=Path, required=True, metavar="FILE", help="the statistics")
+    add("--output", type=Path, required=True, metavar="FILE", help="where to write the statistics")
 
 
 def _calibrate(options: Namespace, results: Results) -> int:
@@ -197,14 +214,17 @@ def _calibrate(options: Namespace, results: Results) -> int:
     check_place(output, [p.resolve() for p in (options.model, *options.calibration) if p])
     if options.merge:
         if options.model or options.backend or options.config or options.calibration:
-            raise UserError("--merge takes only files of statistics: no program, backend or data")
+            raise UserError(
+                "--merge accepts only statistics files; it cannot be combined with a program, "
+                "backend or data"
+            )
         first, *others = map(Statistics.load, options.merge)
         found = first.merged(*others)
     else:
         found = statistics(_calibrated(options))
     found.save(output)
     for name in found.left_out:
-        say(f"warning: no statistics of {name}, whose observer is of another package")
+        say(f"warning: no statistics for {name}: its observer comes from another package")
     say(f"wrote {output} ({len(found)} tensors, {output.stat().st_size:,} bytes)")
     return 0
 
@@ -215,9 +235,9 @@ def _calibrated(options: Namespace) -> GraphModule:
     from qompose.storage.pt2_archive import load_program
 
     if options.model is None or not (options.backend or options.config):
-        raise UserError("name a program and --backend or --config; or files to --merge")
+        raise UserError("pass a program and --backend or --config, or files to --merge")
     if not options.calibration:
-        raise UserError("name files of samples with --calibration")
+        raise UserError("--calibration FILE is required")
     quantizer = chosen_quantizer(options)
     program = load_program(options.model)
     inputs = program_inputs(program)
@@ -228,14 +248,14 @@ def _calibrated(options: Namespace) -> GraphModule:
 
 
 CALIBRATE = Command(
-    summary="collect the statistics of a program, or merge those of several jobs",
+    summary="record calibration statistics of a program, or merge those of several jobs",
     description="""\
-Run calibration data through a program that torch.export.save wrote, and write what was seen of each tensor;
-or merge what several jobs wrote, exactly, in any order. `qompose quantize --statistics FILE` uses it,
-for any backend and bit-width, without data.
+Run calibration data through a program saved by torch.export.save and write the statistics of each tensor; or
+merge the statistics of several jobs, exactly and in any order. `qompose quantize --statistics FILE` uses them
+instead of data, with any backend and bit width.
 
-The file is of the kind that its name says: .safetensors, or .json, which an editor can change.
-A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.""",
+The suffix of the file determines its format: .safetensors, or .json, which can be edited by hand.
+A MODEL.pt2 that could run code when loaded (pickles, custom objects, legacy files) is rejected.""",
     examples="""\
 qompose calibrate model.pt2 --backend my_cpu --calibration samples.safetensors --output seen.safetensors
 qompose calibrate --merge job1.safetensors job2.safetensors --output seen.safetensors

@@ -145,7 +145,7 @@ def _converted(
         model,
         stages=("prepared",),
         function="convert_pt2e",
-        remedy="Call prepare_pt2e, which returns a new model, and calibrate that first.",
+        remedy="Call prepare_pt2e, which returns a new model, and calibrate that model first.",
     )
     say_if_modes_were_lost(model)
     # A model that was trained is folded first, which must not be left behind if anything fails.
@@ -688,9 +688,11 @@ def float_copies(model: GraphModule, quantized: Mapping[str, str]) -> list[str]:
         quantized: the parameters that have integers, each with a reader of these.
     """
     return [
-        f"{node.target} stays in float beside its integers ({quantized[str(node.target)]} "
-        f"reads those): {', '.join(user.name for user in node.users)} "
-        f"{'is' if len(node.users) == 1 else 'are'} not quantized"
+        (
+            f"{node.target} is stored both as integers (read by {quantized[str(node.target)]}) "
+            f"and in float (read by {', '.join(user.name for user in node.users)}, which "
+            f"{'is' if len(node.users) == 1 else 'are'} not quantized)"
+        )
         for node in nodes_in(model)
         if node.op == "get_attr" and node.users and str(node.target) in quantized
     ]

@@ -153,8 +153,9 @@ class QParamsSolver:
         gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
         if gone and not self._observers:
             raise StageError(
-                f"the prepared model has lost observers: {', '.join(map(self.describe, gone))}. Convert the "
-                "module that prepare_pt2e returned, or a deep copy of it, not one that was traced again."
+                "the prepared model lost the observers of "
+                f"{', '.join(map(self.describe, gone))}. Convert the model that prepare_pt2e "
+                "returned or a deep copy of it, not a re-traced one."
             )
         for number in gone:  # somebody took it out of the graph, which is the way of this field
             self._observers[number] = PlaceholderObserver()
@@ -193,7 +194,9 @@ class QParamsSolver:
         found, learned = self._found, learned_of(self.model) or Learned()
         found.refused.extend(learned.refused)
         for word, number in self._waiting().items():
-            found.refused.append(f"{word} of {number} products was not made: it had no data")
+            found.refused.append(
+                f"{word} was not applied to {number} layers: it had no calibration data"
+            )
         groups = {
             str(value.target): group
             for value, group in self._group_of_value.items()
@@ -207,8 +210,8 @@ class QParamsSolver:
             applied = weight.applied(q)
             if applied is None:
                 raise CalibrationError(
-                    f"{self.describe(number)} has other scales than those for which its integers were "
-                    "learned: run qompose.calibrate again, with data"
+                    f"the scales of {self.describe(number)} differ from those its integers "
+                    "were learned for. Run qompose.calibrate again, with data"
                 )
             found.qparams[number], found.integers[number] = applied
             found.made.append(weight.line)
@@ -295,7 +298,7 @@ class QParamsSolver:
         for group, observer in ((g, self.observer(n)) for n, g in enumerate(self.plan.groups)):
             screen = screen_of(observer)
             if screen is not None and screen.mask:
-                self._drop(group, f"{group.points[0]} holds {screen.mask}")
+                self._drop(group, f"{group.points[0]} has {screen.mask}")
 
     def _drop(self, group: Group, reason: str) -> None:
         self.dropped.update(dict.fromkeys(group.claims, reason))
@@ -351,8 +354,10 @@ class QParamsSolver:
             if node.graph is self.model.graph or not node.users or not self.alive(number):
                 continue
             if self.converts_itself(number) and not can_stand(node, self.describe(number)):
-                made = f"{type(self.observer(number)).__name__} makes a module of {each.tensor}"
-                reason = f"{made}, which {self._labels[node.graph]} cannot hold"
+                made = (
+                    f"{type(self.observer(number)).__name__} replaces {each.tensor} with a module"
+                )
+                reason = f"{made}, which {self._labels[node.graph]} cannot contain"
                 self._drop(self.plan.groups[number], reason)
 
     def _drop_underived(self) -> None:
@@ -399,7 +404,9 @@ class QParamsSolver:
         )
         q = self._algorithms.choose_qparams(self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
-            raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
+            raise CalibrationError(
+                f"the observer of {self.describe(number)} is invalid: it {problem}"
+            )
         return q
 
     def _check_bounds(self, number: int, spec: Any) -> None:
@@ -419,8 +426,8 @@ class QParamsSolver:
             return zero_point
         if not torch.equal(zero_point, zero_point.round()):  # NaN is not equal to itself
             raise CalibrationError(
-                f"{self.describe(number)} has the zero point {zero_point.tolist()} from its observer, but "
-                f"{scheme} needs integers"
+                f"the observer of {self.describe(number)} returned the zero point "
+                f"{zero_point.tolist()}, but {scheme} requires integers"
             )
         return zero_point.to(torch.int64)
 
@@ -442,8 +449,10 @@ class QParamsSolver:
             for problem in outliers(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
         found += [
-            f"{self.describe(number)}: its scale is up to {factor:.3g} times as large as its values need, "
-            "so that the bias fits into the 32 bits in which kernels add it"
+            (
+                f"{self.describe(number)}: its scale was increased by up to {factor:.3g}x so that "
+                "the bias fits into int32"
+            )
             for number, factor in self._widened.items()
         ]
         refused = self._found.refused
@@ -463,9 +472,9 @@ class QParamsSolver:
         for number, choice in self._choices():
             if choice.name != WHOLE:
                 yield (
-                    f"range of {self.plan.groups[number].points[0]}, [{choice.low:.4g}, {choice.high:.4g}]: "
-                    f"{choice.name}; what reads it has {choice.error:.2g} of the squared error that the "
-                    "range of all values gives, on examples held back"
+                    f"range of {self.plan.groups[number].points[0]}: [{choice.low:.4g}, "
+                    f"{choice.high:.4g}], {choice.name}; on held-out examples its readers "
+                    f"have {choice.error:.2g}x the squared error of the min/max range"
                 )
 
     def _without_channels(self) -> Iterator[str]:
@@ -473,8 +482,8 @@ class QParamsSolver:
             observer = self.observer(number)
             if isinstance(observer, PerChannelRangeObserver) and not observer.knows_channels:
                 yield (
-                    f"{self.describe(number)}: its channels are not balanced, since its statistics have no "
-                    "channel ranges"
+                    f"{self.describe(number)}: its channels were not balanced because its "
+                    "statistics have no channel ranges"
                 )
 
     def _too_few_examples(self) -> Iterator[str]:
@@ -486,8 +495,8 @@ class QParamsSolver:
         for reason, names in sorted(few.items()):
             more = f" and {len(rest)} more" if (rest := names[_NAMED:]) else ""
             yield (
-                f"range of {', '.join(names[:_NAMED])}{more}: that of all values, since calibration saw too "
-                f"little that differs to choose by: {reason}"
+                f"range of {', '.join(names[:_NAMED])}{more}: min/max, because calibration "
+                f"saw too few distinct examples to choose another range: {reason}"
             )
 
     def _few_levels(self) -> Iterator[str]:
@@ -514,9 +523,9 @@ class QParamsSolver:
             lost = int((constant.isfinite() & ~held.isfinite()).sum())
             if lost:
                 yield (
-                    f"{self.describe(number)}: {lost} of {constant.numel()} values are beyond the largest of "
-                    f"{held.dtype} ({torch.finfo(held.dtype).max:g}) and become infinite or NaN; use "
-                    "torch.bfloat16, or leave its operator in float"
+                    f"{self.describe(number)}: {lost} of {constant.numel()} values exceed the "
+                    f"largest {held.dtype} ({torch.finfo(held.dtype).max:g}) and become "
+                    "infinite or NaN. Use torch.bfloat16, or leave its operator in float"
                 )
 
 
@@ -548,9 +557,12 @@ def invalid(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what makes parameters unusable for a tensor of a shape."""
     wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
     if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
-        yield f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, not {wanted}"
+        yield (
+            f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, expected "
+            f"{wanted}"
+        )
     elif wrong := _those(q.scale, torch.isfinite(q.scale) & (q.scale > 0)):
-        yield f"has the scale {wrong}, which is not positive and finite"
+        yield f"has the scale {wrong}; scales must be positive and finite"
     elif wrong := _those(q.zero_point, torch.isfinite(q.zero_point.double())):
         yield f"has the zero point {wrong}"
     elif not q.zero_point.is_floating_point() and (
@@ -582,8 +594,9 @@ def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     if not few:
         return ""
     return (
-        f"{few} of {spread.numel()} channels take up less than a quarter of the {steps + 1} integers, since "
-        f"{eps:g}, the eps of their observer, is more than their scale would be: give it a smaller eps"
+        f"{few} of {spread.numel()} channels use less than a quarter of the {steps + 1} "
+        f"integers because the eps of their observer, {eps:g}, exceeds their scale. Use a "
+        "smaller eps"
     )
 
 
@@ -591,10 +604,15 @@ def outliers(scale: float, typical: float, screen: Screen | None, eps: float) ->
     """Yield what looks wrong with an activation's statistics, though its scale can be used."""
     if screen is not None and screen.values:
         if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
-            yield "was zero throughout calibration"
+            yield "was always zero during calibration"
         elif scale == eps and screen.bulk < eps * 127:
-            yield f"has values of at most {screen.bulk:g}, and its scale was raised to the eps {eps:g}"
+            yield (
+                f"has values of at most {screen.bulk:g}, so its scale was raised to the eps {eps:g}"
+            )
         if screen.values < _FEW_VALUES:
-            yield f"was calibrated with {screen.values} values"
+            yield f"was calibrated with only {screen.values} values"
     if scale > FAR_FROM_TYPICAL * typical:
-        yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"
+        yield (
+            f"has the scale {scale:g}, while the typical scale is {typical:g} (an outlier or a "
+            "mask?)"
+        )

@@ -286,5 +286,5 @@ def number_of(said: Any, what: str) -> float:
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} {said!r}, expected a number: {error}") from error
     if math.isnan(number):
-        raise UserError(f"{what} NaN, which cannot be compared")
+        raise UserError(f"{what} NaN, expected a number")
     return number + 0.0  # no -0.0

@@ -52,7 +52,7 @@ from qompose.spec.selectors import Setting
 from qompose.storage.artifact_file import stored_bytes
 
 FLOAT = "float"
-_IN_BODIES = "it reads its parameters in a body of control flow, where their bytes are not known"
+_IN_BODIES = "its parameters are read in a control-flow subgraph, where their size is unknown"
 _BEYOND = 4
 """How many assignments are tried that are smaller than one that does not meet the target."""
 Choices = Mapping[str, QuantizationConfig | None]
@@ -71,24 +71,29 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
         pairs = [(FLOAT if config is None else str(config), config) for config in choices]
     else:
         raise UserError(
-            f"choices must be configurations, or a mapping of names to them, got {choices!r}"
+            "choices must be a sequence of configurations, or a mapping from names to "
+            f"configurations, got {choices!r}"
         )
     for name, config in pairs:
         if config is not None and not isinstance(config, QuantizationConfig):
-            raise UserError(f"choices must be QuantizationConfig or None for float, got {config!r}")
+            raise UserError(
+                "choices must contain QuantizationConfig objects, or None for float, got "
+                f"{config!r}"
+            )
         if config is not None and config.is_qat:
             raise UserError(
-                f"the choice {name!r} is for training (is_qat=True), and tune calibrates: pass one without"
+                f"the choice {name!r} is for training (is_qat=True), but tune calibrates; use "
+                "a configuration without is_qat"
             )
         if not isinstance(name, str) or not name or name == AS_IT_IS:
-            raise UserError(
-                f"the name of a choice must be a string other than {AS_IT_IS!r}, got {name!r}"
-            )
+            raise UserError(f"choice names must be strings other than {AS_IT_IS!r}, got {name!r}")
     again = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if again:
-        raise UserError(f"two choices are called {again[0]!r}: pass a mapping with a name for each")
+        raise UserError(f"two choices are named {again[0]!r}; pass a mapping with distinct names")
     if not pairs:
-        raise UserError("choices is empty: give at least one configuration besides the quantizer's")
+        raise UserError(
+            "choices must contain at least one configuration in addition to the quantizer's"
+        )
     return dict(pairs)
 
 
@@ -124,8 +129,8 @@ class MixedSearch:
     def _check_sites(self) -> None:
         if not self.sites:
             raise UserError(
-                "there is nothing to choose for: no operator with parameters is quantized by a member "
-                "that has selectors" + "".join(f"\n  - {note}" for note in self.notes)
+                "there is nothing to tune: no operator with parameters is quantized by a member with "
+                "selectors" + "".join(f"\n  - {note}" for note in self.notes)
             )
 
     def _adjustable(self) -> Iterator[tuple[str, SiteCost]]:
@@ -138,7 +143,7 @@ class MixedSearch:
             if isinstance(members.get(site.owner), RuleQuantizer):
                 yield name, site
             else:
-                self.notes.append(f"{site.label} stays as it is: {site.owner} has no selectors")
+                self.notes.append(f"{site.label} is unchanged: {site.owner} has no selectors")
 
     @staticmethod
     def _nodes(plan: Plan, claim: int) -> Sequence[str]:
@@ -213,7 +218,7 @@ class MixedSearch:
             if settings:
                 yield name, settings
             else:
-                self.notes.append(f"{site.label} stays as it is: no selector reaches it")
+                self.notes.append(f"{site.label} is unchanged: no selector reaches it")
 
     def _measure(
         self, choice: str, calibrated: GraphModule, taken: Mapping[str, tuple[int, ...]]
@@ -232,7 +237,7 @@ class MixedSearch:
             cost = sum(costs.get(claim, 0.0) for claim in claims)
             if not math.isfinite(cost):
                 self.notes.append(
-                    f"{self.sites[name].label} as {choice!r} costs {cost}, and is not chosen"
+                    f"{self.sites[name].label} as {choice!r} has the cost {cost} and is excluded"
                 )
                 continue
             nodes = [node for claim in claims for node in self._nodes(plan, claim)]
@@ -242,7 +247,7 @@ class MixedSearch:
                 self.options.setdefault(name, {})[choice] = option
             else:
                 site = self.sites.pop(name)
-                self.notes.append(f"{site.label} stays as it is: {_IN_BODIES}")
+                self.notes.append(f"{site.label} is unchanged: {_IN_BODIES}")
         return converted
 
     def _measure_float(self, choice: str) -> None:
@@ -312,7 +317,9 @@ class MixedSearch:
             holds = bool(claims) and record.dropped.keys().isdisjoint(claims)
             holds = holds and all(self._has_weight(record.plan.claims[n], config) for n in claims)
         if not holds:
-            self.notes.append(f"{site.label} cannot be {choice!r} together with other choices")
+            self.notes.append(
+                f"{site.label} cannot be {choice!r} in combination with the other choices"
+            )
             self.options[name].pop(choice, None)
         return holds
 
@@ -379,13 +386,13 @@ class MixedSearch:
         if self.max_bytes is None:
             best = min(tried, key=lambda a: a.drop)
             what = f"within {self.max_drop:g} of the float score {self.float_score:.6g}"
-            which = f"the best that was tried has {best.score:.6g}, with {best.bytes:,} bytes"
+            which = f"the best one has score {best.score:.6g} and {best.bytes:,} bytes"
         else:
             best = min(tried, key=lambda a: a.bytes)
-            what = f"of at most {self.max_bytes:,} bytes"
-            which = f"the smallest that was tried has {best.bytes:,}"
+            what = f"at most {self.max_bytes:,} bytes"
+            which = f"the smallest one has {best.bytes:,} bytes"
         raise TuningError(
-            f"no assignment of the choices is {what}: {which} ({named_choices(best.assigned)})"
+            f"no assignment of the choices is {what}; {which} ({named_choices(best.assigned)})"
             + "".join(f"\n  - {note}" for note in dict.fromkeys(self.notes)),
             self._tuning(best),
         )
@@ -445,7 +452,7 @@ def _why(plan: Plan, name: str) -> str:
     """Return why an operator is not quantized as it was to be."""
     found = next((o for o in plan.operators if origin(o) == name.partition("/")[0]), None)
     if found is None or found.claim is not None:
-        return "another rule takes it"
+        return "another rule claims it"
     return found.reason
 
 

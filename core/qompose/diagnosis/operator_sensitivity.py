@@ -116,7 +116,9 @@ class Sensitivity(Printable):
         if len(found) == 1:
             return found[0]
         if found:
-            raise UserError(f"{name!r} has {len(found)} sites: {', '.join(r.name for r in found)}")
+            raise UserError(
+                f"{name!r} matches {len(found)} sites: {', '.join(r.name for r in found)}"
+            )
         known = {known for row in self.rows for known in (*row.operators, row.module)} - {""}
         raise UserError(f"no site {name!r} was measured{near_names(str(name), known)}")
 
@@ -229,7 +231,7 @@ def measured(
             bar.advance(task)
         del run  # before the next batch is made
     if not count:
-        raise UserError(f"{caller} got no inputs: the iterable was empty (or used up before)")
+        raise UserError(f"{caller} got no inputs: the iterable is empty or already consumed")
     rows = (_row(plan, n, costs, count) for n in range(len(plan.claims)) if n in costs)
     ranked = tuple(sorted(rows, key=lambda row: -row.cost))
     together = costs[_ALL].mean(count)
@@ -280,17 +282,17 @@ def site_of(plan: Plan, number: int) -> SiteCost:
 def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
     """Name the claims that were not measured, and say why."""
     for number, claim in enumerate(plan.claims):
-        name = f"{site_of(plan, number).label} of {claim.owner}, rule {claim.rule},"
+        name = f"{site_of(plan, number).label} ({claim.owner}, rule {claim.rule})"
         if number in program.dropped:
             yield f"{name} stays in float: {program.dropped[number]}"
         elif number in program.stuck:
             yield f"{name} was not measured: {program.stuck[number]}"
         elif not program.parts.get(number):
-            yield f"{name} was not measured: nothing that it quantizes is read as integers"
+            yield f"{name} was not measured: none of its quantized tensors is read as integers"
         elif number not in program.reached:
             yield f"{name} was not measured: no input reached it"
     if program.writes:
-        yield "the program writes in place: each site ran all of it, not only what it changes"
+        yield "the program writes in place, so the whole program was run for each site"
 
 
 On: TypeAlias = Collection[tuple[int, str]]
@@ -352,12 +354,15 @@ class SwitchedProgram:
         known = self._reads.get(alternative.node)
         asked = {(claim, alternative.tensor) for claim in alternative.claims}
         if not _is_there(alternative.source):
-            why = f"its observer took {alternative.tensor} away, so there is nothing to go back to"
+            why = f"its observer removed {alternative.tensor}, so the float value is gone"
             self.stuck.update(dict.fromkeys(alternative.claims, why))
             return
         if known is not None and known.asked != asked:
             others = {claim for claim, _ in known.asked | asked}
-            why = f"{alternative.tensor} is read by several through one node, which are quantized together"
+            why = (
+                f"several regions read {alternative.tensor} through one node, so they can only be "
+                "quantized together"
+            )
             self.stuck.update(dict.fromkeys(others, why))
         self._reads.setdefault(alternative.node, _Read(alternative.source, set())).asked |= asked
         for claim in alternative.claims:

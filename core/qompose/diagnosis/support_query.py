@@ -113,7 +113,9 @@ def can_quantize(
         SelectorError, SharingError: `prepare_pt2e` would raise the same.
     """
     if config is not None and not isinstance(config, (QuantizationConfig, str)):
-        raise ConfigError(f"config must be a QuantizationConfig or the name of one, got {config!r}")
+        raise ConfigError(
+            f"config must be a QuantizationConfig or a configuration name, got {config!r}"
+        )
     exported = as_graph_module(program, "can_quantize")
     isolate(exported)
     name = _name_of(node, program, exported)
@@ -134,7 +136,7 @@ def _configured(
     refusals: dict[str, str] = {}
     for label, member in quantizer.labelled_members:
         if not isinstance(member, RuleQuantizer):
-            refusals[label] = "it has no rule table, and takes no configuration"
+            refusals[label] = "it has no rule table, so it does not accept a configuration"
             continue
         try:
             members.append(member.with_selectors(Selectors()).set_global(config))
@@ -164,13 +166,13 @@ def _name_of(
     placed, found = found, [name for name in found if name in known]
     if placed and not found:
         raise ConfigError(
-            f"{said} is a parameter or another input of a graph, not an operator: ask about an operator "
-            "that reads it"
+            f"{said} is a parameter or input of a graph, not an operator. Ask about an "
+            "operator that reads it"
         )
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"{said} is in several subgraphs of the program: {', '.join(found)}")
+        raise ConfigError(f"{said} occurs in several subgraphs of the program: {', '.join(found)}")
     raise ConfigError(f"the program has no {said}")
 
 
@@ -251,10 +253,8 @@ class _Inquiry:
             known = [op.name for op in self.operators if op.name.startswith(f"{base}/")]
             raise ConfigError(f"{base} has no piece {piece!r}{near_names(name, known)}")
         if is_nested_call(node):
-            return (
-                "it calls bodies: ask about the operators in them, by the names that reports give"
-            )
-        return "it computes no floats, or is an input, a parameter or an output of the program"
+            return "it calls subgraphs; ask about the operators in them, by their names in reports"
+        return "it computes no floats, or it is an input, parameter or output of the program"
 
     def _kernels(self, claim: Claim) -> tuple[tuple[str, str], ...]:
         backend = self._backend(claim)
@@ -269,10 +269,10 @@ class _Inquiry:
         """Say why the kernels of a claim cannot be used here."""
         backend = self._backend(claim)
         if backend is None:
-            yield f"{claim.owner} annotates only: it has no kernels here"
+            yield f"{claim.owner} only annotates and has no kernels here"
             return
         if not self._kernels(claim):
-            yield f"{claim.owner} has no kernel for rule {claim.rule}: its regions are simulated"
+            yield f"{claim.owner} has no kernel for rule {claim.rule}, so its regions are simulated"
         problem = obstacle(backend, f"backend {claim.owner!r}")
         if problem:
             yield f"{claim.owner}: {problem}"
@@ -280,7 +280,7 @@ class _Inquiry:
         brought = {target.name: target for other in others for target in other.targets}
         brought[TORCH_TARGET.name] = TORCH_TARGET
         for target, _ in self._kernels(claim):
-            missing = "no member brings this runtime"
+            missing = "no member provides this runtime"
             known = brought.get(target)
             problem = obstacle(known, f"target {target!r}") if known else missing
             if problem:
@@ -317,12 +317,12 @@ class _Inquiry:
             for name in installed_with(row.operator, self.members.values()):
                 yield (
                     name,
-                    f"{where}it is installed, not a member, and has a rule for {row.operator}",
+                    f"{where}it is installed but not a member, and has a rule for {row.operator}",
                 )
         for candidate in candidates:
             others = ", ".join(n for n in candidate.nodes if n != base)
-            obstacle = candidate.obstacle or f"nobody takes {others or base}"
-            yield "program", f"{where}{candidate.rewrite} was not made: {obstacle}"
+            obstacle = candidate.obstacle or f"no rule claims {others or base}"
+            yield "program", f"{where}{candidate.rewrite} was not applied: {obstacle}"
 
     def _silence(self, label: str, row: Operator) -> str:
         if isinstance(self.members[label], RuleQuantizer):
@@ -343,8 +343,12 @@ class _Inquiry:
 def _gone(member: str, made: Sequence[str]) -> str:
     """Say of an operator that a quantizer rewrote it, and what to ask about instead."""
     more = f" and {len(rest)} more" if (rest := made[_MOST:]) else ""
-    instead = f"ask about what it made: {', '.join(made[:_MOST])}{more}" if made else "it is gone"
-    return f"{member} rewrote it by its transform_for_annotation; {instead}"
+    instead = (
+        f"ask about the operators that replaced it: {', '.join(made[:_MOST])}{more}"
+        if made
+        else "it was removed"
+    )
+    return f"{member} rewrote it in transform_for_annotation; {instead}"
 
 
 _MOST = 8

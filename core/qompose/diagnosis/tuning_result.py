@@ -154,8 +154,8 @@ class Tuning(Printable):
             return self._quantizer
         if self.written is None:
             raise ConfigError(
-                "the tuned quantizer is defined in code and not in the file: create it again, and let "
-                "apply() set the selectors"
+                "the tuned quantizer is defined in code and was not saved; create it again "
+                "and call apply() to set its selectors"
             )
         return quantizer_from_dict(self.written)
 
@@ -204,24 +204,28 @@ class Tuning(Printable):
         try:
             data = json.loads(Path(path).read_text("utf-8"))
             if data["format"] > FORMAT:
-                raise UserError(f"{path} was written by a newer release of qompose: upgrade")
+                raise UserError(
+                    f"{path} was written by a newer version of qompose; upgrade qompose"
+                )
             del data["format"]
             tuning: Tuning = _tuning().read({"written": data.pop("quantizer"), **data}, "tuning")
             return tuning
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} holds no tuning: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{path} is not a valid tuning result: {type(error).__name__}: {error}"
+            ) from error
 
     def _blocks(self) -> list[Block]:
         share = self.float_macs / self.macs if self.macs else 0.0
         drop = self.float_score - self.score
-        below = f"{drop:.3g} below float" if math.isfinite(drop) else "without bound below float"
-        before = "as it was" if self.assigned else "all quantized"
+        below = f"{drop:.3g} below float" if math.isfinite(drop) else "unboundedly below float"
+        before = "originally" if self.assigned else "all quantized"
         head = (
-            f"score {self.score:.6g}, {below} ({self.float_score:.6g}), with {share:.1%} of the "
-            f"multiply-accumulates in float; {before}: {self.quantized_score:.6g}"
+            f"score {self.score:.6g}, {below} ({self.float_score:.6g}), with {share:.1%} of "
+            f"the multiply-accumulates in float; {before}: {self.quantized_score:.6g}"
         )
         if self.assigned:
-            head += f"; {self.bytes:,} bytes, as it was: {self.attempts[0].bytes:,}"
+            head += f"; {self.bytes:,} bytes, originally {self.attempts[0].bytes:,}"
         return [head, *self._tables(), *(f"- {note}" for note in self.notes)]
 
     def _tables(self) -> Iterator[Block]:
@@ -355,8 +359,8 @@ def settings_by_member(
                 found[site.owner].append(setting)
             else:
                 raise UserError(
-                    f"{site.name} is given {site.choice!r} by a selector of {site.owner}, which is not a "
-                    f"member with selectors here; members: {', '.join(members)}"
+                    f"{site.name}: a selector of {site.owner} sets {site.choice!r}, but no "
+                    f"member of that name accepts selectors. Members: {', '.join(members)}"
                 )
     return {label: [*once(listed)] for label, listed in found.items()}
 
@@ -366,5 +370,5 @@ def written_or_noted(quantizer: Quantizer, notes: list[str]) -> dict[str, Any] |
     try:
         return quantizer.to_dict()
     except ConfigError as error:
-        notes.append(f"the quantizer is not in the file that save writes: {error}")
+        notes.append(f"the quantizer cannot be saved with this result: {error}")
         return None

@@ -100,7 +100,9 @@ def tune(
     _check_target(max_drop, max_bytes, choices, ranking)
     check_limit(limit)
     if ranking is not None and not isinstance(ranking, Sensitivity):
-        raise UserError(f"ranking must be what sensitivity returned, got {type(ranking).__name__}")
+        raise UserError(
+            f"ranking must be the result of sensitivity(), got {type(ranking).__name__}"
+        )
     check_several(data, "tune")
     quantizer = as_quantizer(quantizer)
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
@@ -120,14 +122,14 @@ def _check_target(max_drop: object, max_bytes: object, choices: object, ranking:
     """Check that there is one target, and that the other arguments are for the same search."""
     if choices is None:
         if max_bytes is not None:
-            raise UserError("max_bytes needs choices=, the configurations to choose from")
+            raise UserError("max_bytes requires choices=")
     elif ranking is not None:
         raise UserError(
-            "ranking does not apply with choices=, each of which is measured separately"
+            "ranking cannot be combined with choices=, because each choice is measured separately"
         )
     if (max_drop is None) == (max_bytes is None):
-        either = "max_drop" if choices is None else "max_drop or max_bytes, and not both,"
-        raise UserError(f"{either} is needed as the target")
+        either = "max_drop" if choices is None else "exactly one of max_drop and max_bytes"
+        raise UserError(f"{either} must be given as the target")
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise UserError(f"max_bytes must be a positive integer, got {max_bytes!r}")
     if max_drop is not None:
@@ -145,7 +147,7 @@ def _ranked(evaluator: Evaluator, ranking: Sensitivity) -> list[SiteCost]:
     """Return the sites, those first that cost most for each multiply-accumulate."""
     costs = {row.name: row.cost for row in ranking}
     if evaluator.sites and costs.keys().isdisjoint(evaluator.sites):
-        raise UserError("ranking has none of the sites of this model: it was made for another one")
+        raise UserError("ranking contains no site of this model; it belongs to another model")
     sites = [replace(row, cost=costs.get(name, 0.0)) for name, row in evaluator.sites.items()]
     mean = sum(site.macs for site in sites) / max(len(sites), 1)
     least = max(_LEAST_SHARE * mean, 1.0)
@@ -267,13 +269,13 @@ class Search:
         tried = [a for a in self.attempts.values() if a.quantized] or [self.attempts[()]]
         best = max(tried, key=lambda attempt: attempt.score)
         every = f"{able} of {len(self.evaluator.sites)} sites can be left in float"
-        which = f"the best that was found has {best.score:.6g}, with "
+        which = f"the best one has score {best.score:.6g} with "
         which += f"{named_or_nothing(best.excluded)} in float"
         if not math.isfinite(best.score):
-            which = f"metric has no number for any of the {len(tried)} that were tried, but {best.score}"
+            which = f"the metric returned {best.score} for all {len(tried)} settings"
         raise TuningError(
-            f"no setting in which anything is quantized is within {self.max_drop:g} of the float score "
-            f"{self.float_score:.6g}: {which} ({every})"
+            f"no setting with quantized operators is within {self.max_drop:g} of the float score "
+            f"{self.float_score:.6g}; {which} ({every})"
             + "".join(f"\n  - {note}" for note in self.notes),
             self._tuning(best),
         )
@@ -296,7 +298,7 @@ class Search:
         quantizer = quantizer if listed else evaluator.task.quantizer
         listed_already = {name for row in rows for name in row.others}
         more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - listed_already)
-        notes += [f"{name} stays in float with these" for name in more]
+        notes += [f"{name} also stays in float" for name in more]
         written = written_or_noted(quantizer, notes)
         return Tuning(
             excluded=rows,

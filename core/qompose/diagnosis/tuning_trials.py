@@ -136,9 +136,9 @@ class Task:
             MemberError: the metric raised an error.
             UserError: it returned no number, or NaN.
         """
-        with torch.no_grad(), blaming(f"metric, asked about the model with {what},"):
+        with torch.no_grad(), blaming(f"metric (model with {what})"):
             said = self.metric(model)
-        return number_of(said, f"metric, asked about the model with {what}, returned")
+        return number_of(said, f"metric (model with {what}) returned")
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,7 @@ class Evaluator:
         """
         score = self.task.score(self._floats, "nothing quantized")
         if not math.isfinite(score):
-            raise UserError(
-                f"metric returned {score} for the float model, which cannot be compared"
-            )
+            raise UserError(f"metric must return a finite score for the float model, got {score}")
         return score
 
     def ranking(self, calibrated: GraphModule, bar: Progress) -> Sensitivity:
@@ -292,7 +290,7 @@ class Evaluator:
             owner = plan.claims[left[land[0]] or 0].owner
             raise CannotExclude(
                 name,
-                f"{land[0]} is quantized by {owner}, and none of its selectors reaches it",
+                f"{land[0]} is quantized by {owner}, and no selector of {owner} reaches it",
             )
         anchors = {plan.claims[left[operator] or 0].anchor for operator in new}
         asked.append(next((operator for operator in new if operator in anchors), new[0]))

@@ -108,7 +108,7 @@ def compare(
         for number, batch in enumerate(islice(iterated(inputs, "compare"), limit), start=1):
             _run(batch, transform, number, table)
     if not number:
-        raise CalibrationError("compare got no inputs: the iterable was empty (or used up before)")
+        raise CalibrationError("compare got no inputs: the iterable is empty or already consumed")
     return table.comparison(number)
 
 
@@ -130,9 +130,7 @@ def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(map(callable, given.values())):
-        raise UserError(
-            f"metrics must be functions by name, as {{'largest': function}}, got {given!r}"
-        )
+        raise UserError(f"metrics must be a mapping from names to functions, got {given!r}")
     return dict(given)
 
 
@@ -145,13 +143,12 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
         return None if source is None else side_of(source, "converted model").graph
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
-        what = f"a {side.stage} model" if side.stage != OUTPUTS else "what can only be called"
-        raise StageError(
-            f"converted must be the model that convert_pt2e returned, to compare kernels with, got {what}"
-        )
+        what = f"a {side.stage} model" if side.stage != OUTPUTS else "a callable"
+        raise StageError(f"converted must be the model that convert_pt2e returned, got {what}")
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
-            "converted comes from another program, or has other parameters: pass the model that was lowered"
+            "converted belongs to another program or has other parameters; pass the model "
+            "that was lowered"
         )
     return side.graph
 
@@ -178,9 +175,9 @@ class ValueTable:
         self._lockstep = Lockstep(apart, two.graph, simulated)
         if not any(node.op != "placeholder" for node in self._lockstep.reference.values()):
             raise UserError(
-                f"the {one.stage} and the {two.stage} program have no value in common: are they of the same "
-                "model? To compare only outputs, pass one as a function: "
-                "lambda *args: model(*args)"
+                f"the {one.stage} and the {two.stage} program have no values in common; do "
+                "they come from the same model? To compare outputs only, pass one as a "
+                "function: lambda *args: model(*args)"
             )
         self._directly = two.stage == "lowered" and one.stage in ("converted", "reference")
         self._tallies = {
@@ -302,13 +299,15 @@ class ValueTable:
 
     def _notes(self) -> list[str]:
         notes = [
-            f"{value} was not computed as often in one as in the other"
+            f"{value} was not computed the same number of times in both programs"
             for value in sorted(self._lockstep.apart)
         ]
         made = self._record.plan.rewrites if self._record and self._one.stage == FLOAT else ()
         notes += [
-            f"{rewrite} was not made in the float program, so values there may differ by more than rounding: "
-            "take the prepared model as the reference"
+            (
+                f"{rewrite} was not applied to the float program, so values there may differ by "
+                "more than rounding; use the prepared model as the reference"
+            )
             for rewrite in made
             if not is_rewrite(rewrite.name)
         ]
@@ -319,17 +318,18 @@ class ValueTable:
             != rewritten_identity(self._one.fingerprint, self._record.plan.rewrites)
         ):
             notes.append(
-                f"the float program's parameters are not those of the {self._two.stage} one, so "
-                "differences are not only due to quantization"
+                f"the float program and the {self._two.stage} program have different "
+                "parameters, so differences are not only due to quantization"
             )
         notes += [f"{value} is {shapes}" for value, shapes in sorted(self._lockstep.unlike.items())]
         if self._lacks_parameters:
             notes.append(
-                "parameters inside kernels and of integer references have no values that could be compared"
+                "parameters inside kernels and integer references have no comparable values"
             )
         if self._two.stage == "lowered" and self._simulated is None and not self._directly:
             notes.append(
-                "kernel errors cannot be separated from rounding; pass the converted model as converted="
+                "kernel errors cannot be separated from rounding; pass the converted model "
+                "as converted="
             )
         return notes
 
@@ -347,7 +347,7 @@ class OutputTable:
         wanted, found = (whole(*args, **kwargs) for whole in self._whole)
         if [v.shape for v in wanted] != [v.shape for v in found]:
             shapes = " and ".join(str([list(v.shape) for v in part]) for part in (wanted, found))
-            raise CalibrationError(f"the programs return floats of the shapes {shapes}")
+            raise CalibrationError(f"the programs return floats of different shapes: {shapes}")
         if not wanted:
             raise UserError("the programs return no floats to compare")
         self._tallies = self._tallies or [Tally(None) for _ in wanted]
@@ -371,7 +371,10 @@ class OutputTable:
         ]
         records = [side.record for side in (self._two, self._one) if side.record is not None]
         opaque = [side.stage for side in (self._one, self._two) if side.graph is None]
-        note = f"only outputs can be had of what is called ({', '.join(opaque)}), so only those are compared"
+        note = (
+            "only outputs are compared, because a callable has no intermediate values "
+            f"({', '.join(opaque)})"
+        )
         return Comparison(
             self._one.stage,
             self._two.stage,
@@ -399,7 +402,7 @@ class _Whole:
         else:
             self._values.start(self._bind(*args, **kwargs))
             for _ in self._values.walk():
-                raise AssertionError("nothing was asked for")
+                raise AssertionError("no value was requested")
             result = self._values.result
         leaves = pytree.tree_leaves(result)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]

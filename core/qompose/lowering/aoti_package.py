@@ -146,8 +146,9 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
         return run
     if lost := own.keys() - {*run.get_constant_fqns()}:
         raise CompilationError(
-            f"AOTInductor folded {', '.join(sorted(lost))} into a constant, and the program mutates it. "
-            'mode="default" keeps it; or pass the state in and out as arguments and results.'
+            f"AOTInductor folded {', '.join(sorted(lost))} into a constant, but the program "
+            'mutates it. Use mode="default", or pass the state in and out as arguments and '
+            "results."
         )
     if name == ONLY:
         return run
@@ -214,7 +215,7 @@ def _as_exported(value: Any, example: Any) -> Any:
         return value
     if value.dtype is not example.dtype:
         raise UserError(
-            f"this package expects a tensor of {example.dtype}, got {value.dtype} of shape "
+            f"this package expects a {example.dtype} tensor, got {value.dtype} of shape "
             f"{tuple(value.shape)}"
         )
     if example.is_contiguous():
@@ -231,8 +232,8 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         other = seen.setdefault(value.untyped_storage().data_ptr(), path)
         if other != path and value.numel():
             raise CompilationError(
-                f"AOTInductor packages do not keep aliasing, and the program mutates {other} and {path}, "
-                'which share storage. mode="default" keeps it.'
+                "AOTInductor packages do not preserve aliasing, but the program mutates "
+                f'{other} and {path}, which share storage. Use mode="default".'
             )
 
 
@@ -240,9 +241,9 @@ def _check_reads(part: Part) -> None:
     """Raise CompilationError where torch would compute with a buffer's initial value in all calls (2.13)."""
     if read := sorted(read_before_written(part.graph.graph)):
         raise CompilationError(
-            f"AOTInductor makes constants of buffers that a program reads before it writes them: "
-            f'{", ".join(read)}. Use mode="default", write first, or pass the state in and out as '
-            "arguments and results."
+            "AOTInductor turns buffers that are read before they are written into constants: "
+            f'{", ".join(read)}. Use mode="default", write first, or pass the state in and '
+            "out as arguments and results."
         )
 
 
@@ -251,8 +252,8 @@ def _check_outputs(program: ExportedProgram) -> None:
     missing = [number for number, value in enumerate(results) if value is None]
     if missing:  # torch 2.13 stops at an assertion
         raise CompilationError(
-            f"A package returns only tensors, and the model's result {missing[0]}, counted from 0, is None: "
-            'leave it out, or compile with mode="default".'
+            f"A package can only return tensors, but output {missing[0]} of the model "
+            '(counted from 0) is None. Remove it, or compile with mode="default".'
         )
 
 
@@ -273,9 +274,10 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
     if left:
         listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_line(n, record) for n in left))
         raise CompilationError(
-            f"A package cannot contain operators that torch does not know:\n{listed}\n"
-            'mode="default" compiles the model for this process, where these operators are; or leave '
-            "them in float."
+            "A package cannot contain operators from outside torch:\n"
+            f"{listed}\n"
+            'Use mode="default" to compile for this process, or leave these operators in '
+            "float."
         )
 
 
@@ -284,13 +286,13 @@ def _line(node: Node, record: Record) -> str:
     own = tag_of(node, "claim")
     claims: Sequence[int] = tag_of(node, KERNELS_TAG) or ([] if own is None else [own])
     if not claims:
-        return f"{node.name}: {node.target}, which no claim of the model accounts for"
+        return f"{node.name}: {node.target}, which belongs to no claim of the model"
     claim = record.plan.claims[claims[0]]
     module = next((o.module for o in record.plan.operators if o.name == claim.anchor), "")
     why = record.fallbacks.get(claims[0]) or record.kernels.get(claims[0])
     return (
-        f"{claim.anchor}{f' in {module}' if module else ''}: {node.target}, of {claim.owner}, rule "
-        f"{claim.rule}{f' ({why})' if why else ''}"
+        f"{claim.anchor}{f' in {module}' if module else ''}: {node.target} ({claim.owner}, "
+        f"rule {claim.rule}{f', {why}' if why else ''})"
     )
 
 
@@ -309,8 +311,8 @@ def refused(error: Exception) -> CompilationError:
     """Return the error to raise for one of torch's compiler."""
     inner = getattr(error, "inner_exception", None) or error
     return CompilationError(
-        f"torch cannot compile this model: {type(inner).__name__}: {reason_of(inner)} "
-        "The lowered model runs without compilation."
+        f"torch cannot compile this model: {type(inner).__name__}: {reason_of(inner)} The "
+        "lowered model runs without compilation."
     )
 
 

@@ -179,8 +179,9 @@ def compile_lowered(
             record = _lowered_record(method)
     if ONLY in methods and record.methods and record.state:
         raise UserError(
-            f"this method writes to state that it shares with the methods {', '.join(record.methods)}: "
-            "compile them together, as in compile_lowered(lowered) of what lower returned"
+            "this method writes to state that it shares with the methods "
+            f"{', '.join(record.methods)}; compile them together by passing the result of "
+            "lower to compile_lowered"
         )
     state = _own_state(methods)
     _check_toolchain()
@@ -208,13 +209,14 @@ def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
         for path in sorted(frozenset().union(*written.values()) & held.keys()):
             if address_of(found.setdefault(path, held[path])) != address_of(held[path]):
                 raise UserError(
-                    f"method {name!r} has another buffer {path!r} than the other methods: lower them "
-                    "together, as in lower({name: converted, ...})"
+                    f"method {name!r} and other methods have different buffers {path!r}; "
+                    "lower them together, as in lower({name: converted, ...})"
                 )
             if path not in written[name]:
                 raise UserError(
-                    f"method {name!r} only reads the buffer {path!r}, which another method writes to, and "
-                    f"compiled code would keep its current value: let {name!r} write to it too"
+                    f"method {name!r} only reads the buffer {path!r}, which another method "
+                    f"writes to, so compiled code would keep its current value. Make {name!r} "
+                    "write to it too"
                 )
     return copies_of(found)
 
@@ -298,12 +300,12 @@ def _destination(mode: str, path: object) -> Path | None:
     if path is None:
         return None
     if mode != PACKAGE:
-        raise UserError(f'path is for mode="package" only, got mode={mode!r}')
+        raise UserError(f'path requires mode="package", got mode={mode!r}')
     if not isinstance(path, (str, PathLike)):
         raise UserError(f"path must be a str or os.PathLike, got {path!r}")
     file = Path(path)
     if file.suffix != SUFFIX:
-        raise UserError(f"path must end in {SUFFIX}, as torch expects of packages, got {file}")
+        raise UserError(f"path must end in {SUFFIX}, got {file}")
     if not destination(file).parent.is_dir():
         raise UserError(f"{file} cannot be written: directory {file.parent} does not exist")
     return file
@@ -313,8 +315,8 @@ def _lowered_record(lowered: object) -> Record:
     record = record_of(lowered, stages=("lowered",), function="compile", remedy="Call lower first.")
     if record.target != "torch" or not isinstance(lowered, GraphModule):
         raise TargetError(
-            f"This model was lowered for {record.target!r}, whose runtime needs no compiling. To compile "
-            'with torch, lower it for target="torch".'
+            f"This model was lowered for {record.target!r}, which does not need compilation. "
+            'To compile with torch, lower it for target="torch".'
         )
     return record
 
@@ -322,7 +324,7 @@ def _lowered_record(lowered: object) -> Record:
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return options by the names that torch has for them."""
     if not isinstance(options or {}, Mapping) or not all(isinstance(o, str) for o in options or ()):
-        raise UserError(f"options must be a mapping of names to values, got {options!r}")
+        raise UserError(f"options must be a mapping from names to values, got {options!r}")
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     known = torch._inductor.config.get_config_copy()
     unknown = [name for name in given if name not in known]
@@ -330,9 +332,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         close = near_names(unknown[0], known)
         raise UserError(f"torch's compiler has no option {unknown[0]!r}{close}")
     if not given.get("freezing", True):
-        raise UserError(
-            'options={"freezing": False} would pack weights again in every call: leave it out'
-        )
+        raise UserError('options={"freezing": False} would repack weights in every call; remove it')
     return given
 
 
@@ -344,9 +344,8 @@ def _check_toolchain() -> None:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
         raise CompilationError(
-            f"torch found no C++ compiler to compile the model with: {first_line(error)} "
-            "Install one (g++ or clang++), or name it in the environment variable CXX. "
-            "The lowered model runs without one."
+            f"torch found no C++ compiler: {first_line(error)} Install one (g++ or clang++), "
+            "or set the environment variable CXX. The lowered model runs without one."
         ) from error
 
 

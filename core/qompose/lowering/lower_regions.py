@@ -115,8 +115,9 @@ def _share_state(steps: dict[str, Step]) -> None:
     states = {name: step.record.state for name, step in steps.items()}
     shared, differing = share_state(models, states), share_constants(models, states)
     note = (
-        f"weights that differ between methods, so that each method stores its own: "
-        f"{_list({*differing})}. Algorithms and bias rounding depend on what each method was calibrated with"
+        "weights that differ between methods and are stored once per method: "
+        f"{_list({*differing})}. Algorithms and bias rounding depend on each method's "
+        "calibration data"
     )
     for name, step in steps.items():
         plan = step.record.plan
@@ -201,13 +202,15 @@ def find_target(name: str, record: Record) -> Target:
     if name not in {*known}.union(*map(_targets, tables.values())):
         close = near_names(str(name), known)
         raise TargetError(
-            f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
-            "To use the runtime of another backend, add that backend to the composition."
+            f"No member of this composition has a target {name!r}{close}. Known targets: "
+            f"{_list({*known})}. To use the runtime of another backend, add that backend to "
+            "the composition."
         )
     if owners and not tables and not (name in known and known[name].reads_qdq):
         raise TargetError(
-            f"This composition cannot be lowered to {name!r}: {_list(owners)} {_ONLY_ANNOTATES}, so nothing "
-            "has a kernel here. Run or export the converted model instead."
+            f"This composition cannot be lowered to {name!r}: {_list(owners)} "
+            f"{_ONLY_ANNOTATES}, so there are no kernels. Run or export the converted model "
+            "instead."
         )
     if name not in known or any(name not in _targets(backend) for backend in tables.values()):
         raise TargetError(_lacking(name, tables, known))
@@ -229,7 +232,7 @@ def _known_targets(record: Record) -> dict[str, Target]:
 
 
 _ONLY_ANNOTATES = "only annotates"
-_WITHOUT_KERNELS = f"its quantizer {_ONLY_ANNOTATES}, and has no kernels"
+_WITHOUT_KERNELS = f"its quantizer {_ONLY_ANNOTATES} and has no kernels"
 
 
 def _lacking(name: str, tables: Mapping[str, Backend], known: Mapping[str, Target]) -> str:
@@ -242,8 +245,8 @@ def _lacking(name: str, tables: Mapping[str, Backend], known: Mapping[str, Targe
     shared = set(known).intersection(*map(_targets, tables.values()))
     return (
         f"This composition cannot be lowered to {name!r}: "
-        f"{lacks or f'no member brings the runtime {name!r}'}. "
-        f"Targets that all members share: {_list(shared)}."
+        f"{lacks or f'no member provides the runtime {name!r}'}. Targets that all members "
+        f"share: {_list(shared)}."
     )
 
 
@@ -321,8 +324,8 @@ def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
     backend = record.backends.get(claim.owner)
     if claim.rule == QUANTIZED_BEFORE:
         return (
-            "it was quantized before this program was exported, and nothing says by whom: "
-            "torch.export.export(..., strict=True) keeps that"
+            "it was quantized before this program was exported, and its quantizer is "
+            "unknown; torch.export.export(..., strict=True) keeps this information"
         )
     if backend is None:
         return _WITHOUT_KERNELS
@@ -372,7 +375,7 @@ def _replace(
     if emitted is None:
         return False
     if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
-        raise ConfigError(f"{who}, must return a node that it inserted, got {emitted!r}")
+        raise ConfigError(f"{who} must return a node that it inserted, got {emitted!r}")
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
     for node in region.inserted:
@@ -409,7 +412,7 @@ def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
             if number in step.fallbacks and step.fallbacks[number] != UNREAD
         )
         if lines:
-            error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{lines}",)
+            error.args = ((f"{error}\nThese regions have no kernel and were not replaced:{lines}"),)
         raise
 
 
@@ -444,20 +447,20 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     other = next((name for name, step in steps.items() if step.target != target), None)
     if other is not None:
         raise TargetError(
-            f"method {other!r}: its target {target.name!r} comes from another backend than that of "
-            f"{next(iter(steps))!r}, and a program has one runtime"
+            f"method {other!r} and method {next(iter(steps))!r} use the target "
+            f"{target.name!r} from different backends; a program can only have one runtime"
         )
     if target.finish_methods is None:
         raise TargetError(
-            f"A program of the target {target.name!r} has one method, got {len(steps)} "
-            f"({', '.join(steps)}): lower each model separately."
+            f"A program for the target {target.name!r} can only have one method, got "
+            f"{len(steps)} ({', '.join(steps)}). Lower each model separately."
         )
     program, parts = target.finish_methods(
         {name: (step.model, call_signature(step.model)) for name, step in steps.items()}
     )
     if set(parts) != set(steps):
         raise ConfigError(
-            f"target {target.name!r} finished the methods {sorted(parts)}, expected {sorted(steps)}"
+            f"target {target.name!r} returned the methods {sorted(parts)}, expected {sorted(steps)}"
         )
     return program, parts
 
@@ -472,7 +475,8 @@ def lowered_record(step: Step, finished: Finished) -> Record:
     unknown = set(remarks) - {operator.name for operator in record.plan.operators}
     if unknown:
         raise ConfigError(
-            f"target {step.target.name!r} reports on {_list(unknown)}, which the program does not have"
+            f"target {step.target.name!r} reported on {_list(unknown)}, which the program "
+            "does not contain"
         )
     kernels, fallbacks = _settled(step, finished)
     model = finished.model
@@ -504,7 +508,7 @@ def _settled(step: Step, finished: Finished) -> tuple[dict[int, str], dict[int, 
     reasons = {
         number: finished.fallbacks.get(number)
         or _remark(number, step.record.plan, finished.remarks)
-        or (name if name == _WITHOUT_KERNELS else f"the target took no {name}")
+        or (name if name == _WITHOUT_KERNELS else f"the target did not accept {name}")
         for number, name in step.left.items()
     }
     both = {**step.fallbacks, **reasons}

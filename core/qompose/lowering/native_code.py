@@ -41,9 +41,9 @@ def with_or_without(
     except Exception as error:
         result = compile(plain)
         warn_user(
-            f"C++ of {', '.join(concerned)} cannot be compiled into this program, which runs on torch's "
-            f"operators instead: {reason_of(error)} native_code=False, or {VARIABLE}=0 in the environment, "
-            "compiles without it at once."
+            f"C++ code of {', '.join(concerned)} cannot be compiled, so the program uses "
+            f"torch operators instead: {reason_of(error)} To skip this attempt, set "
+            f"native_code=False or the environment variable {VARIABLE}=0."
         )
         return result
 

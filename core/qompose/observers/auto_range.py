@@ -176,7 +176,7 @@ class AutoRangeObserver(OfHistogram):
 
     def take(self, facts: Facts) -> None:
         if facts.sample is None and facts.set_range is None:
-            raise StatisticsError("no rows, by which a range is chosen")
+            raise StatisticsError("no sampled rows to choose a range from")
         super().take(facts)
         self.sample = RowSample()
         if facts.sample is not None:
@@ -209,10 +209,12 @@ class AutoRangeObserver(OfHistogram):
         if not self.readers:
             return whole
         if not self.sample.seen:
-            return replace(whole, reason=f"no value has the {self.channels} channels that are read")
+            return replace(
+                whole, reason=f"no value has the {self.channels} channels of its readers"
+            )
         if (examples := self.sample.examples) < FEWEST_EXAMPLES:
-            seen = f"{examples} different example{'s' * (examples != 1)}"
-            return replace(whole, reason=f"{seen}, and {FEWEST_EXAMPLES} needed")
+            seen = f"{examples} distinct example{'s' * (examples != 1)}"
+            return replace(whole, reason=f"{seen}, {FEWEST_EXAMPLES} required")
         trial = _Trial.of(self.sample, self.readers)
         least = trial.errors(self._rounded(trial.rows, whole))
         best, fitted = whole, least[0]

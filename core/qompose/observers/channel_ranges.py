@@ -112,10 +112,10 @@ class PerChannelRangeObserver(nn.Module):
             self._know_no_channels(axis)
             return
         if facts.sample is None:
-            raise StatisticsError("no rows, by which channels are balanced")
+            raise StatisticsError("no sampled rows to balance channels with")
         seen = facts.channels
         if seen is not None and facts.sample.rows.shape[1] != len(seen.low):
-            raise StatisticsError("rows of another tensor than the channels that are balanced")
+            raise StatisticsError("the sampled rows belong to another tensor")
         # A range that somebody chose is of the whole tensor; channels are balanced by what was seen.
         self.channel_observer.take(replace(facts, set_range=None))
         self.tensor_observer.take(facts)  # type: ignore[operator]

@@ -153,7 +153,9 @@ def activation_spec(
     """
     estimated = observer_for_range(range)
     if per_token and not is_dynamic:
-        raise ConfigError("per_token=True needs is_dynamic=True: tokens are known at run time")
+        raise ConfigError(
+            "per_token=True requires is_dynamic=True: tokens are known only at run time"
+        )
     return QuantizationSpec(
         dtype=dtype,
         observer_or_fake_quant_ctr=PlaceholderObserver if is_dynamic else estimated,
@@ -188,12 +190,14 @@ def weight_spec(
     """
     estimated = weight_observer_for_range(range, per_channel=per_channel)
     if not symmetric and group_size is None:
-        raise ConfigError("symmetric=False needs group_size: other weights have no zero points")
+        raise ConfigError(
+            "symmetric=False requires group_size: weights without groups have no zero points"
+        )
     if group_size is not None:
         if range != "minmax":
             raise ConfigError(
-                f"weight_range={range!r} is for one scale per channel or per tensor: with "
-                f"group_size={group_size}, only weight_range='minmax' is supported"
+                f"weight_range={range!r} cannot be combined with group_size={group_size}; "
+                "only weight_range='minmax' supports groups"
             )
         return QuantizationSpec(
             dtype=torch.int8,
@@ -243,12 +247,12 @@ def training_config(
     learned = fake_quantize == "learned"
     if not is_qat:
         if learned:
-            raise ConfigError("fake_quantize='learned' is for training: it needs is_qat=True")
+            raise ConfigError("fake_quantize='learned' is for training; it requires is_qat=True")
         return config
     if config.algorithms:
         raise ConfigError(
-            f"algorithms={config.algorithms} cannot be combined with training, which adapts the weights: "
-            "leave them out"
+            f"algorithms={config.algorithms} cannot be combined with training, which adapts "
+            "the weights; remove it"
         )
     return replace(
         config,
@@ -289,8 +293,8 @@ def _trained(spec: Any, learned: bool) -> Any:
         factory = MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
-            f"{kind.__name__} searches its range, which takes longer than a step of training: use the "
-            'default, "minmax", "moving_average", or learned scales, which it initializes'
+            f"{kind.__name__} searches for its range, which is too slow for training. Use the "
+            'default, "minmax", "moving_average", or learned scales'
         )
     return replace(spec, observer_or_fake_quant_ctr=ObserverFactory(made, (("observer", factory),)))
 
@@ -356,8 +360,8 @@ def _is_ours(factory: Any) -> bool:
 def _write_observer(factory: Any, path: str) -> dict[str, Any]:
     if not _is_ours(factory):
         raise ConfigError(
-            f"{path} is {factory!r}, which cannot be saved: it is neither an observer of qompose "
-            f"({', '.join(OBSERVERS)}) nor its with_args(...)"
+            f"{path} is {factory!r}, which cannot be saved. Use an observer of qompose "
+            f"({', '.join(OBSERVERS)}) or its with_args(...)"
         )
     if not isinstance(factory, ObserverFactory):
         return {"observer": factory.__name__}
@@ -376,8 +380,8 @@ def _read_observer(data: Any, path: str) -> Any:
     name = data.get("observer")
     if not isinstance(name, str) or name not in OBSERVERS:
         raise ConfigError(
-            f"{path}.observer must be an observer of qompose ({', '.join(OBSERVERS)}), got {name!r}"
-            f"{near_names(str(name), OBSERVERS)}"
+            f"{path}.observer must be a qompose observer ({', '.join(OBSERVERS)}), got "
+            f"{name!r}{near_names(str(name), OBSERVERS)}"
         )
     if "args" not in data:
         return OBSERVERS[name]
@@ -426,8 +430,8 @@ def _write_spec(spec: Any, path: str) -> Any:
     codec = _SPECS.get(type(spec))
     if codec is None:
         raise ConfigError(
-            f"{path} is a {type(spec).__name__}, and data can hold a QuantizationSpec or a "
-            "FixedQParamsQuantizationSpec: others refer to the nodes of one graph"
+            f"{path} is a {type(spec).__name__}, which cannot be saved because it refers to "
+            "nodes of one graph. Use a QuantizationSpec or a FixedQParamsQuantizationSpec"
         )
     return codec.write(spec, path)
 
@@ -446,8 +450,8 @@ def _write_algorithm(choice: Any, path: str) -> Any:
     kind = algorithm_class(word, path)
     if type(choice) is not kind:
         raise ConfigError(
-            f"{path} is the object {choice!r}, but the package that offers the word {word!r} has "
-            f"{kind.__name__} for it: only that can be data"
+            f"{path} is {choice!r}, which cannot be saved: the package that provides {word!r} "
+            f"has {kind.__name__} for it"
         )
     return {word: _options_of(kind, path).write(choice, f"{path}.{word}")}
 
@@ -456,7 +460,7 @@ def _read_algorithm(data: Any, path: str) -> Any:
     if isinstance(data, str) or not isinstance(data, Mapping):
         return TEXT.read(data, path)
     if len(data) != 1:
-        raise ConfigError(f"{path} must be a name, or a name with options, got {data!r}")
+        raise ConfigError(f"{path} must be an algorithm name, or a name with options, got {data!r}")
     ((word, options),) = data.items()
     kind = algorithm_class(word, path)
     try:
@@ -470,12 +474,14 @@ def _read_algorithm(data: Any, path: str) -> Any:
 def _options_of(kind: type, path: str) -> Codec:
     """Return the codec of an algorithm's options, which are the fields of its dataclass."""
     if not is_dataclass(kind):
-        raise ConfigError(f"{path}: {kind.__name__} is not a dataclass, so it has no named options")
+        raise ConfigError(
+            f"{path}: {kind.__name__} is not a dataclass, so its options cannot be saved"
+        )
     try:
         return of_type(kind, {torch.dtype: DTYPE})
     except (KeyError, TypeError, NameError, ValueError) as error:
         raise ConfigError(
-            f"{path}: {kind.__name__} has options of types that data cannot hold ({error})"
+            f"{path}: {kind.__name__} has options that cannot be saved ({error})"
         ) from error
 
 

@@ -276,7 +276,7 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
         super().__init__(observer, **arguments)
         inner = self.activation_post_process
         if not isinstance(inner, MovingAverageMinMaxObserver):
-            raise ConfigError(f"{type(inner).__name__} has no moving averages: use FakeQuantize")
+            raise ConfigError(f"{type(inner).__name__} has no moving averages; use FakeQuantize")
 
     def _trained_qparams(self) -> tuple[Tensor, Tensor]:
         """Return what torch's operator makes of the range, by showing it the two ends alone."""
@@ -322,8 +322,8 @@ def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
     made = made_by(given, arguments)
     if not isinstance(made, Observer) or isinstance(made, FakeQuantize):
         raise ConfigError(
-            f"observer={given!r} gives a {type(made).__name__}: a fake-quantizer of qompose takes one of "
-            "qompose's observers"
+            f"observer={given!r} creates a {type(made).__name__}, but qompose's "
+            "fake-quantizers require a qompose observer"
         )
     return made
 
@@ -397,8 +397,9 @@ class LearnableFakeQuantize(FakeQuantize):
         blocks = getattr(self.activation_post_process, "block_size", None) is not None
         if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
             raise ConfigError(
-                f"LearnableFakeQuantize needs static integers per tensor or per channel, got one that is "
-                f"{'dynamic' if self.is_dynamic else 'in blocks' if blocks else str(self.dtype)}"
+                "LearnableFakeQuantize requires static integers per tensor or per channel, "
+                "got "
+                f"{'dynamic' if self.is_dynamic else 'blocks' if blocks else str(self.dtype)}"
             )
         self.use_grad_scaling = use_grad_scaling
         self.scale = nn.Parameter(torch.ones(()))

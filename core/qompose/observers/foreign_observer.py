@@ -144,12 +144,13 @@ class Guard:
             return x
         screened = self.screen.clean(x.detach(), self.subject).values
         seen = screened if self.screen.masked else x
-        with blaming(f"{self.kind}, which observes {self.subject},"):
+        with blaming(f"{self.kind} (observing {self.subject})"):
             result = self.forward(self._presented(seen))
         if not isinstance(result, Tensor) or result.numel() != x.numel():
             raise MemberError(
-                f"{self.kind}, which observes {self.subject}, returned {_described(result)} for a tensor "
-                f"of shape {tuple(x.shape)}; an observer returns what goes on in its place"
+                f"{self.kind} (observing {self.subject}) returned {_described(result)} for a "
+                f"tensor of shape {tuple(x.shape)}; an observer must return a tensor of the "
+                "same shape"
             )
         if self.screen.masked:  # the claim will be dropped: the model goes on with its own values
             return x
@@ -206,7 +207,7 @@ class Delegate:
         self.program = owner_of(node)
         self.observer: Any = get_attribute(self.program, str(node.target))
         self.kind = type(self.observer).__name__
-        self.who = f"convert of {self.kind}, which observes {subject},"
+        self.who = f"{self.kind}.convert (observing {subject})"
 
     def isolate(self) -> bool:
         """Give the observer a node of its own to read, if others observe the parameter too; tell if so.
@@ -255,19 +256,19 @@ class Delegate:
         for node in (*watched, *made):
             for source in node.all_input_nodes:
                 if source._erased or source.graph is not node.graph or not source < node:
-                    self._refuse(f"let {node.name} read {source.name}, which is not there")
+                    self._refuse(f"made {node.name} read {source.name}, which does not exist")
             if node.op in ("get_attr", "call_module") and not holds(self.program, str(node.target)):
-                self._refuse(f"let {node.name} read {node.target}, which is not there")
+                self._refuse(f"made {node.name} read {node.target}, which does not exist")
 
     def _note(self, readers: list[Node], others: list[Node]) -> None:
         self.followed = not any(self.value in reader.all_input_nodes for reader in readers)
         if not self.followed:
-            self.findings.append(f"{self.subject} was left in float by convert of {self.kind}")
+            self.findings.append(f"{self.subject} was left in float by {self.kind}.convert")
         changed = [user.name for user in others if self.value not in user.all_input_nodes]
         if changed:
             self.findings.append(
-                f"{self.subject} was converted by {self.kind}, which changed what {', '.join(changed)} "
-                f"{'reads' if len(changed) == 1 else 'read'} too"
+                f"{self.subject} was converted by {self.kind}, which also changed the inputs "
+                f"of {', '.join(changed)}"
             )
 
     def _refuse(self, what: str) -> NoReturn:
@@ -296,7 +297,7 @@ def check_graph(graph: Graph, kinds: Iterable[str]) -> None:
     Raises:
         MemberError: it cannot run; the message names the classes.
     """
-    with blaming(f"the program that convert of {', '.join(sorted(set(kinds)))} left"):
+    with blaming(f"the program returned by convert of {', '.join(sorted(set(kinds)))}"):
         graph.lint()
 
 

@@ -121,7 +121,7 @@ class OfHistogram(SearchingObserver):
 
     def take(self, facts: Facts) -> None:
         if facts.histogram is None and facts.set_range is None:
-            raise StatisticsError("no histogram")
+            raise StatisticsError("no histogram was recorded")
         super().take(facts)
         self.histogram = Histogram()
         if facts.histogram is not None:
@@ -247,7 +247,9 @@ class PerChannelHistogramObserver(SearchingObserver):
     def take(self, facts: Facts) -> None:
         seen = facts.channels
         if seen is None or seen.axis != self.ch_axis or seen.histograms is None:
-            raise StatisticsError(f"no histograms of the slices along dimension {self.ch_axis}")
+            raise StatisticsError(
+                f"no histograms were recorded for the slices along dimension {self.ch_axis}"
+            )
         super().take(facts)
         self.histograms = ChannelHistograms()
         self.histograms.merge(seen.histograms)

@@ -54,7 +54,8 @@ class Means:
         """
         if self.total.shape != other.total.shape:
             raise StatisticsError(
-                f"means of {len(self.total)} channels and of {len(other.total)} are not of one tensor"
+                f"means of {len(self.total)} and of {len(other.total)} channels do not belong "
+                "to the same tensor"
             )
         largest = max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x)
         return Means(self.total + other.total, self.count + other.count, largest)
@@ -64,7 +65,7 @@ class Means:
         if not self.count:
             return "it never saw data"
         if not self.largest * _STEPS * self.count < _ROOM:
-            return f"its values reach {self.largest:g}, too far to be added exactly"
+            return f"its values reach {self.largest:g}, too large to be summed exactly"
         return self.total.double() / (_STEPS * self.count)
 
     def same(self, other: Means) -> bool:
@@ -139,7 +140,8 @@ class MeanObserver(_SumObserver):
         """
         if means.total.shape != self.total.shape:
             raise StatisticsError(
-                f"means of {len(means.total)} channels, and has {len(self.total)}"
+                f"the statistics have means of {len(means.total)} channels, the observer has "
+                f"{len(self.total)}"
             )
         self.total = means.total.clone()
         self.count = torch.tensor(means.count)
@@ -232,7 +234,9 @@ class Moments:
             StatisticsError: they are not of the same columns.
         """
         if (self.columns, self.total.shape) != (other.columns, other.total.shape):
-            raise StatisticsError("second moments of different columns are not of one tensor")
+            raise StatisticsError(
+                "second moments of different columns do not belong to the same tensor"
+            )
         return Moments(self.columns, self.total + other.total, self.count + other.count)
 
     def same(self, other: Moments) -> bool:
@@ -294,7 +298,7 @@ class MomentObserver(_SumObserver):
             StatisticsError: they are of other columns.
         """
         if moments.total.shape != self.total.shape:
-            raise StatisticsError("second moments of other columns")
+            raise StatisticsError("the statistics have second moments of other columns")
         self.total, self.count = moments.total.clone(), moments.count.clone()
 
 

@@ -85,7 +85,9 @@ def _made(spec: QuantizationSpecBase, rebind: Rebinding | None) -> nn.Module:
         factory = factory if rebind is None else rebind(factory)
         observer = made_by(factory, _arguments(spec))
     except TypeError as error:
-        raise ConfigError(f"no observer can be made for {describe_spec(spec)}: {error}") from error
+        raise ConfigError(
+            f"cannot create an observer for {describe_spec(spec)}: {error}"
+        ) from error
     check_observer(observer, spec)
     return observer  # type: ignore[no-any-return]
 
@@ -117,18 +119,21 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
     if converts_itself(observer):
         return
     if not callable(getattr(observer, "calculate_qparams", None)):
-        raise ConfigError(f"its observer is a {kind}, which has no calculate_qparams")
+        raise ConfigError(f"its observer {kind} has no calculate_qparams")
     if isinstance(observer, Observer):
         if observer.per_channel and spec.qscheme not in PER_CHANNEL:
             raise ConfigError(f"{kind} does not estimate {describe_spec(spec)}")
         return
     dtype = getattr(observer, "dtype", spec.dtype)
     if _UNDERLYING.get(dtype, dtype) != spec.dtype:
-        raise ConfigError(f"its observer, {kind}, has dtype {dtype}, unlike {describe_spec(spec)}")
+        raise ConfigError(
+            f"its observer {kind} has dtype {dtype}, but the specification is {describe_spec(spec)}"
+        )
     if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
         raise ConfigError(
-            f"its observer, {kind}, assumes quant_min=0 for {spec.qscheme}, unlike "
-            f"{describe_spec(spec)}: use integers that begin at 0, or an observer of qompose.observers"
+            f"its observer {kind} assumes quant_min=0 for {spec.qscheme}, but the "
+            f"specification is {describe_spec(spec)}. Use integers that start at 0, or an "
+            "observer from qompose.observers"
         )
 
 
@@ -164,7 +169,7 @@ class DerivedObserver(PlaceholderObserver):
             scale, zero_point = (torch.as_tensor(value) for value in derived)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._says(derived)}: expected a scale and a zero point"
+                f"{self._says(derived)}; expected a scale and a zero point"
             ) from error
         if scale.numel() == zero_point.numel() == 1 and self._has_one_scale():
             shape = self._expected(scale)
@@ -173,13 +178,16 @@ class DerivedObserver(PlaceholderObserver):
             if value.shape != self._expected(value):
                 wanted = tuple(self._expected(value))
                 raise ConfigError(
-                    f"{self._says(derived)}: the {name} has shape {tuple(value.shape)}, not {wanted}"
+                    f"{self._says(derived)}: the {name} has shape {tuple(value.shape)}, "
+                    f"expected {wanted}"
                 )
         low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
-            raise ConfigError(f"{self._says(derived)}: a scale is positive and finite")
+            raise ConfigError(f"{self._says(derived)}: a scale must be positive and finite")
         if not bool(((zero_point >= low) & (zero_point <= high)).all()):
-            raise ConfigError(f"{self._says(derived)}: the zero point is outside [{low}, {high}]")
+            raise ConfigError(
+                f"{self._says(derived)}: the zero point must be within [{low}, {high}]"
+            )
         return scale.float(), zero_point
 
     def _has_one_scale(self) -> bool:

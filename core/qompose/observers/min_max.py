@@ -135,8 +135,8 @@ class Observer(ObserverBase):
     def observe_together(self, x: Tensor) -> None:
         """Update the statistics with the tensors of all processes that train together, alike in each."""
         raise ConfigError(
-            f"{type(self).__name__} of {self.subject} cannot combine ranges of several processes: train in "
-            'one process, or with range="minmax", "moving_average" or a histogram\'s'
+            f"{type(self).__name__} of {self.subject} cannot merge ranges across processes. "
+            'Train in one process, or use range="minmax", "moving_average" or a histogram'
         )
 
     def facts(self) -> Facts:
@@ -183,7 +183,7 @@ class Observer(ObserverBase):
 
     def _only_here(self) -> str | None:
         """Return why other engines cannot quantize the tensor as qompose's would, None where they can."""
-        return self.screen.mask and f"holds {self.screen.mask}"
+        return self.screen.mask and f"has {self.screen.mask}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load statistics, which have the size of what was seen, into an observer that saw nothing."""
@@ -201,7 +201,7 @@ class Observer(ObserverBase):
         """
         reason = self._only_here()
         if reason is None:
-            raise AttributeError("this observer is converted like any other")
+            raise AttributeError("a qompose observer has no convert method")
 
         def leave_in_float(model: GraphModule, node: Node) -> None:
             source = node.args[0]
@@ -209,7 +209,7 @@ class Observer(ObserverBase):
             if self.is_dynamic:  # torchao looks for the operator that chooses the parameters
                 raise ConfigError(f"{self.subject} {reason}")
             warnings.warn(
-                f"{self.subject} {reason}: it stays in float", QomposeWarning, stacklevel=2
+                f"{self.subject} {reason}, so it stays in float", QomposeWarning, stacklevel=2
             )
             node.replace_all_uses_with(source)
             model.graph.erase_node(node)
@@ -288,7 +288,7 @@ class RangeObserver(Observer):
         if facts.set_range is not None:
             low, high = facts.set_range
         elif facts.minimum is None or facts.maximum is None:
-            raise StatisticsError("no range of the whole tensor")
+            raise StatisticsError("no range was recorded for the whole tensor")
         else:
             low, high = facts.minimum, facts.maximum
         return torch.tensor(low), torch.tensor(high)
@@ -343,7 +343,7 @@ class PerBlockMinMaxObserver(RangeObserver):
 
 
 def _blocks(block_size: tuple[int, ...]) -> str:
-    return f"has block_size={block_size}, for which this engine has no operators"
+    return f"has block_size={block_size}, which the operators of this engine do not support"
 
 
 class MovingAverageMinMaxObserver(RangeObserver):
@@ -403,7 +403,7 @@ class PlaceholderObserver(_WithoutStatistics):
 
     def _only_here(self) -> str | None:
         if self.dtype is torch.bfloat16:
-            return "is to be bfloat16, to which this engine has no cast"
+            return "is quantized to bfloat16, which the operators of this engine do not support"
         return None if self.block_size is None else _blocks(self.block_size)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
@@ -412,7 +412,9 @@ class PlaceholderObserver(_WithoutStatistics):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("a PlaceholderObserver has no parameters: they are computed at run time")
+        raise ConfigError(
+            "a PlaceholderObserver has no quantization parameters; they are computed at run time"
+        )
 
 
 class FixedQParamsObserver(_WithoutStatistics):

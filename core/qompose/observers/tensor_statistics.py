@@ -40,8 +40,8 @@ class Channels:
         """
         if (self.axis, self.low.shape) != (other.axis, other.low.shape):
             raise StatisticsError(
-                f"{len(self.low)} channels of dimension {self.axis} and {len(other.low)} of dimension "
-                f"{other.axis} are not of one tensor"
+                f"{len(self.low)} channels along dimension {self.axis} and {len(other.low)} "
+                f"along dimension {other.axis} do not belong to the same tensor"
             )
         return Channels(
             self.axis,
@@ -83,12 +83,12 @@ class Facts:
         for part in (self, other):
             if part.averaged:
                 raise StatisticsError(
-                    f"a {part.averaged} depends on the order of batches, so two of them cannot be merged; "
-                    'use range="minmax" or range="histogram"'
+                    f"a {part.averaged} depends on the order of batches, so it cannot be "
+                    'merged; use range="minmax" or range="histogram"'
                 )
         if self.set_range != other.set_range:
             raise StatisticsError(
-                f"one has the range {self.set_range}, the other {other.set_range}"
+                f"the ranges were set to different values: {self.set_range} and {other.set_range}"
             )
         both: dict[str, Any] = {
             f.name: _merge_one(f.name, getattr(self, f.name), getattr(other, f.name))
@@ -112,7 +112,7 @@ class Facts:
         """
         seen = self.channels
         if seen is None or seen.axis != axis:
-            raise StatisticsError(f"no ranges of the slices along dimension {axis}")
+            raise StatisticsError(f"no ranges were recorded for the slices along dimension {axis}")
         if self.set_range is None:
             return seen.low, seen.high
         low, high = self.set_range
@@ -132,4 +132,4 @@ def _merge_one(name: str, one: Any, other: Any) -> Any:
             result.merge(one)
             result.merge(other)
             return result
-    raise AssertionError(f"{name} is of no known kind")
+    raise AssertionError(f"unknown kind of histogram {name!r}")

@@ -64,7 +64,7 @@ class Screen:
         low, high = torch.aminmax(x) if ends is None else ends
         smallest, largest = float(low), float(high)
         if math.isnan(smallest) or math.isnan(largest):
-            raise CalibrationError(f"{subject} holds NaN")
+            raise CalibrationError(f"{subject} contains NaN")
         self.values += x.numel()
         extreme = extreme_of(x.dtype)
         if smallest <= -extreme or largest >= extreme:
@@ -93,11 +93,11 @@ class Screen:
     def mask(self) -> str | None:
         """Return what makes the tensor one with a mask in it, None where nothing does."""
         if self.masked:
-            return f"{self.masked} mask values (infinite, or near the largest float)"
+            return f"{self.masked} mask values (infinite or close to the largest float)"
         if self.bulk >= 0 and self.far > -math.inf and -self.far > STEPS * self.bulk:
             return (
-                f"a mask: its values of {self.far:g} and below would map all others, "
-                f"of at most {self.bulk:g}, to one integer"
+                f"a mask: with values of {self.far:g} and below in range, all others (at most "
+                f"{self.bulk:g}) would map to one integer"
             )
         return None
 

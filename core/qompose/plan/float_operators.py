@@ -167,7 +167,10 @@ def claims_elsewhere(claims: Sequence[Claim], operators: Sequence[Operator]) -> 
     """Describe the claims on no float operator: on inputs, parameters or outputs of the program."""
     listed = {operator.claim for operator in operators}
     return [
-        f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, at no float operator"
+        (
+            f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, but no "
+            "float operator there"
+        )
         for number, claim in enumerate(claims)
         if number not in listed
     ]
@@ -198,7 +201,7 @@ NOBODY = "no rule claims it"
 
 
 def _why_not(node: Node) -> str:
-    return "what is inside it is not visited" if _nested(node) else NOBODY
+    return "the operators inside it are not visited" if _nested(node) else NOBODY
 
 
 def _computes_floats(node: Node, made: Container[str]) -> bool:

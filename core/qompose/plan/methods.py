@@ -45,8 +45,8 @@ def check_methods(methods: Mapping[str, Any], function: str) -> None:
     wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
     if wrong or not methods:
         raise UserError(
-            f"{function} takes a model, or a mapping of method names to models: "
-            + (f"{wrong[0]!r} is not an identifier" if wrong else "this mapping is empty")
+            f"{function} expects a model, or a mapping from method names to models: "
+            + (f"{wrong[0]!r} is not an identifier" if wrong else "the mapping is empty")
         )
 
 
@@ -168,9 +168,9 @@ def _check_not_folded(
         for path in state:
             if path in constants and path not in held[method]:
                 raise UserError(
-                    f"method {method!r} quantizes the buffer {path!r} as a constant, but method "
-                    f"{writer!r} writes to it. Leave its reader in float: set_module_name(..., None) for "
-                    f"the module that reads it in {method!r}"
+                    f"method {method!r} quantizes the buffer {path!r} as a constant, but "
+                    f"method {writer!r} writes to it. Leave its reader in float: call "
+                    f"set_module_name(..., None) for the module that reads it in {method!r}"
                 )
 
 
@@ -188,11 +188,12 @@ def _check_same(
             break
     else:
         if not _equal(own, first):
-            problem = f"other initial values in {method!r} than in {other!r}"
+            problem = f"different initial values in {method!r} and {other!r}"
     if problem:
         raise UserError(
-            f"methods share the buffers that they write to by name, but {path!r} has {problem}. Export all "
-            "methods from one module before any of them runs, or give the buffers names of their own"
+            f"methods share the buffers they write to by name, but {path!r} has {problem}. "
+            "Export all methods from one module before running any of them, or give the "
+            "buffers different names"
         )
 
 

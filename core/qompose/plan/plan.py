@@ -116,7 +116,7 @@ class Rewrite:
             effect = f"; {self.effect}" if self.effect else ""
             return f"{self.name}: {', '.join(self.nodes)}{effect}"
         made = ", ".join(self.pieces) or "nothing"
-        return f"{self.name}: {', '.join(self.nodes) or 'nothing'} became {made}"
+        return f"{self.name}: {', '.join(self.nodes) or 'nothing'} -> {made}"
 
 
 def rewritten_identity(identity: str, rewrites: Sequence[Rewrite]) -> str:
@@ -144,8 +144,8 @@ class Requantized:
 
     def __str__(self) -> str:
         return (
-            f"{self.tensor} is requantized for {', '.join(self.readers)}: {self.from_spec} of "
-            f"{self.from_owner} becomes {self.to_spec} for {self.to_owner}"
+            f"{self.tensor} is requantized for {', '.join(self.readers)}: from "
+            f"{self.from_spec} ({self.from_owner}) to {self.to_spec} ({self.to_owner})"
         )
 
 
@@ -314,13 +314,14 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
         )
         if record is None and _was_quantized(module):
             remedy = f"{remedy} {_NO_PICKLES}"
-        raise StageError(f"{function} takes a {' or '.join(stages)} model, got {found}. {remedy}")
+        raise StageError(f"{function} expects a {' or '.join(stages)} model, got {found}. {remedy}")
     return record
 
 
 _NO_PICKLES = (
-    "A model that went through torch.save or pickle as a whole has lost its record: save the state_dict() "
-    "and load it into a model that is prepared in the same way, or a converted model by qompose.save"
+    "A model that was saved as a whole with torch.save or pickle has lost its record. Save "
+    "the state_dict() instead and load it into a model prepared the same way; save a "
+    "converted model with qompose.save"
 )
 
 
@@ -356,7 +357,7 @@ def subject_of(
     return f"{group.points[0]}{where} ({claim.owner}, rule {claim.rule})"
 
 
-UNREAD = "nothing reads what it computes: it is left out"
+UNREAD = "it is removed because nothing reads its output"
 """Why a region has no kernel that needs none."""
 
 
@@ -382,7 +383,7 @@ def requirements_of(
         if not isinstance(asked, Mapping) or not all(
             isinstance(text, str) for item in asked.items() for text in item
         ):
-            raise ConfigError(f"{who} must return a mapping of strings to strings, got {asked!r}")
+            raise ConfigError(f"{who} must return a mapping from strings to strings, got {asked!r}")
         if asked:
             found[owner] = dict(asked)
     return found
@@ -436,5 +437,5 @@ def warn(found: Collection[str]) -> None:
     """Warn that a model runs on a machine that it was not made for."""
     if found:
         lines = "".join(f"\n  - {line}" for line in found)
-        message = f"This model was made for another machine than this one:{lines}"
+        message = f"This model was made for a different machine:{lines}"
         warn_user(message, RequirementWarning)

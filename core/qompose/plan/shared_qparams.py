@@ -70,8 +70,8 @@ def notes_on_ranges(claims: Sequence[Claim], groups: Sequence[Group]) -> list[st
             elsewhere = (claim.owner, claim.config) != (giver.owner, giver.config)
             if elsewhere and other not in (None, by):
                 notes.append(
-                    f"{point} has the range of {given[0]}, estimated by {by} for {giver.owner}; "
-                    f"{claim.owner} asked for {other} there"
+                    f"{point} uses the range of {given[0]}, estimated by {by} for "
+                    f"{giver.owner}; {claim.owner} requested {other}"
                 )
     return notes
 
@@ -90,8 +90,8 @@ def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> N
         first = next(iter(counts))
         if count != counts[first]:
             raise SharingError(
-                f"{solver.who(first)} and {solver.who(point)} share quantization parameters, which are "
-                f"{describe_spec(group.spec)}: one has {counts[first]} of them, the other {count}"
+                f"{solver.who(first)} and {solver.who(point)} share quantization parameters "
+                f"({describe_spec(group.spec)}), but have {counts[first]} and {count} of them"
             )
 
 
@@ -113,7 +113,7 @@ def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[spec.ch_axis],)
     except IndexError:
         raise ConfigError(
-            f"a tensor of shape {shape} has no dimension {spec.ch_axis} for channels"
+            f"dimension {spec.ch_axis} is not a channel dimension of a tensor of shape {shape}"
         ) from None
 
 
@@ -149,9 +149,10 @@ class _Solver:
         earlier = self.specs.get(spec.point)
         if earlier is not None and sharing_key(earlier.spec) != sharing_key(spec.spec):
             raise SharingError(
-                f"{self.who(spec.point)} is {describe_spec(earlier.spec)}, and "
-                f"{self.claims[number].owner}, rule {self.claims[number].rule}, wants "
-                f"{describe_spec(spec.spec)} for it. Give one of them a config of None there."
+                f"conflicting specifications for {self.who(spec.point)}: "
+                f"{describe_spec(earlier.spec)}, but {self.claims[number].owner}, rule "
+                f"{self.claims[number].rule}, requires {describe_spec(spec.spec)}. Give one "
+                "of them a config of None there."
             )
         if earlier is None:
             self.specs[spec.point], self.claim_of[spec.point] = spec, number
@@ -177,8 +178,9 @@ class _Solver:
                 (target,) = spec.references
                 if target not in self.sets:
                     raise SharingError(
-                        f"{self.who(point)} shares the quantization parameters of {target}, which no "
-                        "quantizer annotates. Annotate it too, or give this tensor its own specification."
+                        f"{self.who(point)} shares the quantization parameters of {target}, "
+                        f"which no quantizer annotates. Annotate {target} too, or give this "
+                        "tensor its own specification."
                     )
                 self.join(point, target)
 
@@ -236,7 +238,7 @@ class _Solver:
         if spec is None:
             chain = ", ".join(self.who(point) for point in points)
             raise SharingError(
-                f"Shared specifications form a cycle in which none has quantization parameters: {chain}"
+                f"Shared specifications form a cycle without quantization parameters: {chain}"
             )
         claims = tuple(sorted({self.claim_of[point] for point in points}))
         return Group(tuple(points), spec.spec, claims)
@@ -272,7 +274,7 @@ def _topological(needs: list[tuple[int, ...]], names: list[str]) -> list[int]:
     except CycleError as error:
         circle = ", ".join(names[number] for number in sorted(set(error.args[1])))
         raise SharingError(
-            f"Derived parameters depend on one another in a cycle: {circle}"
+            f"Derived quantization parameters depend on each other in a cycle: {circle}"
         ) from error
     order: list[int] = []
     while sorter.is_active():

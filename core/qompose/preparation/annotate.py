@@ -103,7 +103,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
     composition.notes += [
-        f"{c.rewrite} of {', '.join(c.nodes)} was not made: {c.obstacle}" for c in refused
+        f"{c.rewrite} was not applied to {', '.join(c.nodes)}: {c.obstacle}" for c in refused
     ]
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
@@ -178,7 +178,7 @@ def _blocked_by_rewrite(
             if told is not None and candidate not in (*made, *refused):
                 found.update(dict.fromkeys(candidate.nodes, told))
     for candidate in refused:
-        why = f"{candidate.rewrite} was not made: {candidate.obstacle}"
+        why = f"{candidate.rewrite} was not applied: {candidate.obstacle}"
         found.update({name: why for name in candidate.nodes if name not in known})
     return found
 
@@ -215,7 +215,7 @@ def _composed(
     return result
 
 
-_UNFOLDED = "it does not want it with the batch norm folded, as its engine would show it"
+_UNFOLDED = "it does not claim it with the batch norm folded"
 
 
 def _without(proposes: Propose, reasons: Mapping[str, str]) -> Propose:
@@ -341,7 +341,8 @@ def transformed(
             kept = values.update(model)
         if kept:
             notes.append(
-                f"{label}: {TRANSFORM} would have given {', '.join(kept)} another dtype, which was undone"
+                f"{label}: {TRANSFORM} would have changed the dtype of {', '.join(kept)}; the "
+                "change was undone"
             )
         known.update(node.name for node in nodes_in(model))
         found = changes(before, calls_of(model))
@@ -372,8 +373,8 @@ def _keeping_signature(label: str) -> Iterator[None]:
         yield
     except SignatureError as error:
         raise UserError(
-            f"{label}: {TRANSFORM} changed what the program takes or returns: {error}. It may rewrite "
-            "operators between the inputs and the outputs."
+            f"{label}: {TRANSFORM} changed the inputs, state or outputs of the program: "
+            f"{error}. It may only rewrite operators between inputs and outputs."
         ) from error
 
 
@@ -390,8 +391,9 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
                 raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
             if (pair := misplaced(result)) is not None:
                 raise MemberError(
-                    f"{label}: {TRANSFORM} placed {pair[0]} before {pair[1]}, which it reads. Insert "
-                    "nodes after everything they read, with graph.inserting_after(...)."
+                    f"{label}: {TRANSFORM} placed {pair[0]} before its input {pair[1]}. "
+                    "Insert nodes after everything they read, with "
+                    "graph.inserting_after(...)."
                 )
             with _keeping_signature(label):
                 return names.restored(result, known)

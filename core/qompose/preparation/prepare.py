@@ -164,7 +164,7 @@ def _prepared(
 ) -> GraphModule:
     quantizer = as_composition(quantizer)
     if inplace and not isinstance(model, GraphModule):
-        raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
+        raise UserError("inplace=True requires a GraphModule; an ExportedProgram is never modified")
     with paused_collection():
         exported = as_graph_module(model, "prepare_qat_pt2e" if trains else "prepare_pt2e")
         identity = fingerprint(exported)
@@ -205,7 +205,8 @@ def _earlier_backends(program: GraphModule) -> dict[str, Backend]:
             found[owner] = load_backend(name)
         except (BackendNotFoundError, PluginError) as error:
             warn_user(
-                f"{owner} quantized parts of this program before, and they stay simulated: {error}"
+                f"{owner} quantized parts of this program before it was exported; they stay "
+                f"simulated: {error}"
             )
     return found
 
@@ -245,7 +246,7 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
             *composition.notes,
             *claims_elsewhere(claims, operators),
             *(*notes_on_ranges(claims, groups), *refused),
-            *(f"{label} claims nothing: {reason}" for label, reason in idle.items()),
+            *(f"{label} claims no operator: {reason}" for label, reason in idle.items()),
             *_offers(working, operators, annotated.members.values()),
         ),
         float_bytes=state_bytes(exported),
@@ -267,8 +268,10 @@ def _offers(
         if operator.claim is None and operator.reason == NOBODY and operator.name in reading:
             left[operator.operator].append(operator.name)
     return [
-        f"{', '.join(names)} ({operator}) in float: not a member, and installed with a rule for it: "
-        f"{', '.join(offering)}"
+        (
+            f"{', '.join(names)} ({operator}) stays in float, but installed backends that are not "
+            f"members have a rule for it: {', '.join(offering)}"
+        )
         for operator, names in left.items()
         if (offering := installed_with(operator, members))
     ]
@@ -383,11 +386,11 @@ def _check_replacement(observer: object, group: Group, subject: str) -> None:
     """Check that an observer that a callback put in estimates what the group's specification says."""
     where = f"prepare_obs_or_fq_callback replaced the observer of {subject}"
     if not isinstance(observer, nn.Module) or not hasattr(observer, "calculate_qparams"):
-        raise ConfigError(f"{where} by {observer!r}, which has no calculate_qparams")
+        raise ConfigError(f"{where} with {observer!r}, which has no calculate_qparams")
     for name in ("dtype", "quant_min", "quant_max", "qscheme"):
         wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
         if wanted is not None and found is not None and wanted != found:
-            raise ConfigError(f"{where}: its {name} is {found}, but the specification has {wanted}")
+            raise ConfigError(f"{where}, but its {name} is {found} instead of {wanted}")
 
 
 def _observer(
@@ -398,8 +401,8 @@ def _observer(
         computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
         if computed:
             raise ConfigError(
-                f"{computed[0]} has block_size={blocks}, which is for parameters: activations have blocks "
-                "only with is_dynamic=True"
+                f"{computed[0]} has block_size={blocks}, but activations support blocks only "
+                "with is_dynamic=True"
             )
     try:
         with blaming(f"the observer factory of {subject}"):

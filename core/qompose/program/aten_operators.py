@@ -184,7 +184,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     """
     name = getattr(function, "__name__", "")
     if not name or not is_torch_function(function):
-        raise SelectorError(f"expected a function of torch, got {function!r}")
+        raise SelectorError(f"expected a torch function, got {function!r}")
     names = _names_of(name, in_python=_home(function) in ("_operator", "operator"))
     found = {
         getattr(aten, candidate)
@@ -194,7 +194,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     }
     if not found:
         raise SelectorError(
-            f"no single aten operator computes {name}: name those that it is exported as "
+            f"{name} is not a single aten operator; pass the operators it is exported as "
             "(torch.ops.aten...), or the module that calls it"
         )
     return frozenset(found)

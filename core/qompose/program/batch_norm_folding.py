@@ -59,13 +59,13 @@ def fold_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str
     if any(argument is None for argument in norm.args[3:5]):
         return "the batch norm has no running statistics"
     if len(producer.users) > 1:
-        return f"{describe(producer)} has other consumers"
+        return f"the output of {describe(producer)} has other readers"
     if value_of(producer).dim() < 2 + _IMAGE_RANK.get(producer.target, 0):
         return f"the input of {describe(producer)} has no batch dimension"
     if producer.target is aten.linear.default and value_of(producer).dim() != 2:
-        return "the batch norm is not over the features of the linear layer"
+        return "the batch norm is not over the output features of the linear layer"
     if producer.target in TRANSPOSED and arguments_of(producer)["groups"] != 1:
-        return "a grouped transposed convolution keeps its channels in another order"
+        return "a grouped transposed convolution has its channels in a different order"
     return _parameter_obstacle(norm, producer, readers)
 
 
@@ -73,13 +73,13 @@ def _parameter_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) 
     weight, *others = (*producer.args[1:3], *norm.args[1:5])
     constant = constant_of(weight) if isinstance(weight, Node) else None
     if constant is None:
-        return f"the weight of {describe(producer)} is computed"
+        return f"the weight of {describe(producer)} is not a parameter"
     if readers[address_of(constant)] > 1:
         return f"the weight of {describe(producer)} is shared"
     written = written_buffers(norm.graph)
     for node in (argument for argument in others if isinstance(argument, Node)):
         if constant_of(node) is None:
-            return f"{describe(node)}, which would be folded, is computed"
+            return f"{describe(node)}, which would be folded, is not a parameter"
         if str(node.target) in written:
             return f"the program writes to {node.target}"
     return None

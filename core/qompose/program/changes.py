@@ -207,15 +207,17 @@ class Values:
         leaves, structure = pytree.tree_flatten(output.args[0])
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
         if len(places) != len(self._returned):
-            raise SignatureError("it returns numbers for tensors, or tensors for numbers")
+            raise SignatureError(
+                "it returns numbers instead of tensors, or tensors instead of numbers"
+            )
         for number, (was, place) in enumerate(zip(self._returned, places, strict=True)):
             now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
             if moved or not (alike or was in nodes):
-                raise SignatureError(f"it returns {now.name} as value {number}, expected {was}")
+                raise SignatureError(f"it returns {now.name} as output {number}, expected {was}")
             if not alike:
                 leaves[place] = nodes[was]
-                yield f"{was} where it is returned"
+                yield f"the returned {was}"
         output.args = (pytree.tree_unflatten(leaves, structure),)
 
 
@@ -335,10 +337,10 @@ class KeptNames:
         if len(inputs) != len(part.inputs):
             raise SignatureError(f"it has {len(inputs)} inputs, expected {len(part.inputs)}")
         if not graph.find_nodes(op="output"):
-            raise SignatureError("it returns nothing: its graph has no output node")
+            raise SignatureError("it has no output node")
         returned = len(pytree.tree_leaves(graph.output_node().args[0]))
         if returned != part.returned:
-            raise SignatureError(f"it returns {returned} values, expected {part.returned}")
+            raise SignatureError(f"it returns {returned} outputs, expected {part.returned}")
         names = {graph.output_node(): part.output}
         for node, (name, target) in zip(inputs, part.inputs, strict=True):
             names[node], node.target = name, target

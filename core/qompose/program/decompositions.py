@@ -72,11 +72,11 @@ def _attention_obstacle(
 ) -> str | None:
     width, *heads = (value_of(query).shape[-1], *(value_of(n).shape[-3:-2] for n in (query, key)))
     if dropout_p != 0.0:
-        return "it applies dropout"
+        return "it uses dropout"
     if isinstance(scale, Node):
-        return "its scale is computed"
+        return "its scale is not a constant"
     if scale is None and isinstance(width, torch.SymInt):
-        return "the width of its heads is dynamic"
+        return "the size of its heads is dynamic"
     if enable_gqa and any(isinstance(count, torch.SymInt) for (count,) in heads):
         return "the number of its heads is dynamic"
     return None
@@ -142,7 +142,7 @@ def _hardswish(do: Recorder, self: Node, **_: Any) -> Node:
 
 def _write_obstacle(site: Node, **_: Any) -> str | None:
     if site.name in unsafe_values(site.graph):
-        return "it writes to a tensor that is read under another name"
+        return "it writes to a tensor that is also read under another name"
     return None
 
 
@@ -291,11 +291,11 @@ def _recurrent_obstacle(
     if len(params) != num_layers * (1 + bidirectional) * (4 if has_biases else 2):
         return "it has projections"
     if train and dropout and num_layers > 1:
-        return "it applies dropout between its layers, in training mode"
+        return "it uses dropout between its layers, in training mode"
     if isinstance(steps, torch.SymInt):
-        return "the length of its sequences is dynamic"
+        return "the sequence length is dynamic"
     if steps > MAX_STEPS:
-        return f"its sequences have {steps} steps, and up to {MAX_STEPS} are unrolled"
+        return f"the sequence length is {steps}, and at most {MAX_STEPS} steps are unrolled"
     return None
 
 
@@ -375,12 +375,12 @@ Build = Callable[..., Node | list[Node]]
 def recording_obstacle(site: Node) -> str | None:
     """Return why operators cannot be recorded in place of a call, None where they can."""
     if any(value_of(node) is None for node in (site, *site.all_input_nodes)):
-        return "export recorded no example values for it"
+        return "the export recorded no example values for it"
     if any(free_unbacked_symbols(tensor) for tensor in _tensors(site, *site.all_input_nodes)):
-        return "its shapes depend on data"
+        return "its shapes depend on the data"
     several = isinstance(value_of(site), (tuple, list))
     if several and any(user.target is not getitem for user in site.users):
-        return "its results are not taken apart"
+        return "its outputs are used together, as one value"
     return None
 
 

@@ -170,7 +170,7 @@ def obstacle_of_product(node: Node) -> str | None:
     """Return why a product is not a linear layer after all, None where it is one."""
     factors = [name for name in ("beta", "alpha") if node.kwargs.get(name, 1) != 1]
     if factors:
-        return f"{describe(node)} has a factor, {factors[0]}={node.kwargs[factors[0]]}"
+        return f"{describe(node)} is scaled by {factors[0]}={node.kwargs[factors[0]]}"
     return obstacle_of_weight(_factors(node)[1])
 
 
@@ -263,7 +263,9 @@ def splits(candidate: Candidate) -> bool:
     return candidate.rewrite in DECOMPOSITIONS
 
 
-_AUTOCAST = "it is under autocast, which chooses the types of its pieces by their operators"
+_AUTOCAST = (
+    "it runs under autocast, which would choose different dtypes for the decomposed operators"
+)
 
 
 def _graphs_under_autocast(module: GraphModule) -> set[Graph]:
@@ -324,7 +326,7 @@ def _find_no_bias(node: Node, program: _Program) -> Iterator[Candidate]:
     folds = any(user.target is aten.batch_norm.default for user in node.users)
     if without and "bias" not in node.kwargs and not folds:  # folding gives it one
         computed = constant_or_none(node.args[1]) is None
-        obstacle = f"the weight of {describe(node)} is computed" if computed else None
+        obstacle = f"the weight of {describe(node)} is not a parameter" if computed else None
         yield Candidate(ADD_BIAS, (node.name,), obstacle)
 
 

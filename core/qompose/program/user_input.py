@@ -51,7 +51,7 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     """
     if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
         stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
-        raise StageError(f"{function} takes an exported program, got a {stage} model")
+        raise StageError(f"{function} expects an exported program, got a {stage} model")
     nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
     earlier = [node for node in nodes if tag_of(node, CLAIM_TAG) is not None]
     converted = any(tag_of(node, REGION_TAG) is not None for node in earlier)
@@ -59,8 +59,8 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     if earlier and (lowered or not converted):
         done, name = ("lowered", lowered) if lowered else ("prepared", earlier[0].name)
         raise StageError(
-            f"{function} takes a program of float operators, and {name} was {done} before this was exported: "
-            "export what convert_pt2e returns"
+            f"{function} expects a program of float operators, but {name} was {done} before "
+            "the export; export the model that convert_pt2e returns"
         )
     if isinstance(model, ExportedProgram):
         return _forgetting(unlifted(model))
@@ -139,8 +139,8 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
         return iter(batches)
     except TypeError:
         raise UserError(
-            f"{function} takes an iterable of batches, got {type(batches).__name__}; for one batch "
-            "pass [batch]"
+            f"{function} expects an iterable of batches, got {type(batches).__name__}; for a "
+            "single batch pass [batch]"
         ) from None
 
 
@@ -152,9 +152,10 @@ def check_several(batches: object, function: str) -> None:
     """
     if isinstance(batches, (Tensor, Mapping)):
         rows = isinstance(batches, Tensor) and batches.dim() > 1
-        more = "; where its slices are the batches, list(tensor)" if rows else ""
+        more = ", or list(tensor) if its slices are the batches" if rows else ""
         raise UserError(
-            f"{function} takes several batches, got a single one, {describe(batches)}: pass [batch]{more}"
+            f"{function} expects several batches, got a single one, {describe(batches)}; pass "
+            f"[batch]{more}"
         )
 
 
@@ -167,7 +168,7 @@ def check_limit(limit: object) -> None:
     if limit is None:
         return
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise UserError(f"limit must be a number of batches, at least 1, got {limit!r}")
+        raise UserError(f"limit must be a positive number of batches, got {limit!r}")
 
 
 def run_batch(
@@ -217,8 +218,8 @@ def _surplus(call: Callable[..., Any], batch: Any) -> str:
     taken = info.orig_args
     part = "batch[0]" if len(taken) == 1 else f"batch[:{len(taken)}]"
     return (
-        f" The model takes {', '.join(taken) or 'no arguments'}: pass transform= to take that out of a "
-        f"batch, for example transform=lambda batch: {part}."
+        f" The model takes {', '.join(taken) or 'no arguments'}; select its inputs with transform=, "
+        f"for example transform=lambda batch: {part}."
     )
 
 
@@ -235,8 +236,7 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     raise CalibrationError(
-        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; "
-        "pass transform= to make one of it"
+        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; convert it with transform="
     )
 
 
@@ -245,9 +245,9 @@ def _holds(batch: Any) -> str:
     floats = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     floats = [leaf for leaf in floats if leaf.is_floating_point()]
     if any(bool(leaf.isnan().any()) for leaf in floats):
-        return "; the batch itself holds NaN"
+        return "; the batch itself contains NaN"
     if any(bool(leaf.isinf().any()) for leaf in floats):
-        return "; the batch itself holds infinite values"
+        return "; the batch itself contains infinite values"
     return ""
 
 

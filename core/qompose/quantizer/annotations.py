@@ -93,13 +93,14 @@ def propose_annotations(
             returned = call(snapshot)
         if returned is not None and returned is not snapshot:
             raise UserError(
-                f"{owner}: {hook} must annotate the program that it is given, in place, and return it or "
-                f"None; got another {type(returned).__name__}, whose annotations would be lost"
+                f"{owner}: {hook} must annotate the given program in place and return it or "
+                f"None; it returned another {type(returned).__name__}"
             )
         after = checksums(buffers)
         if written := [name for name in numbers if after[name] != numbers[name]]:
             proposal.notes.append(
-                f"{owner}: {hook} wrote to its copies of {', '.join(written)}, which was not followed"
+                f"{owner}: {hook} wrote to copies of the buffers {', '.join(written)}; the "
+                "writes were discarded"
             )
     annotated = []
     for node in snapshot.graph.nodes:
@@ -123,7 +124,7 @@ def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_confli
     change = "removed" if node_annotation(node) is None else "changed"
     if on_conflict != FIRST:
         raise AnnotationConflictError(earlier, later, node.name, change)
-    done = f"{change} the annotation of {earlier}, which was undone"
+    done = f"{change} the annotation of {earlier}; the change was undone"
     proposal.notes.append(f"{node.name}: {later} {done}")
     proposal.rejections.append(Rejection(later, RULE, (node.name,), f"it {done}"))
 
@@ -245,7 +246,7 @@ def _objections(
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
         for point in (spec.point for spec in specs):
             if point.source not in known:
-                raise ConfigError(f"{owner} annotates {point}, which {point.user} does not read")
+                raise ConfigError(f"{owner} annotates {point}, but {point.user} does not read it")
             if (reason := _objection(point, known[point.source], unsafe)) is not None:
                 reasons[point] = reason
     return reasons_of_dependents([spec for _, specs in regions for spec in specs], reasons)
@@ -275,19 +276,19 @@ def _say_dropped(
         else:
             idle = region[-1].op != "call_function" and point.user is None
             what = point.source if idle else point
-            proposal.notes.append(f"{owner} annotates {what}, which was not followed: {reason}")
+            proposal.notes.append(f"ignored the annotation of {what} by {owner}: {reason}")
 
 
 def _objection(point: Point, source: Node, unsafe: Collection[str]) -> str | None:
     """Return why a tensor cannot be quantized, None where it can."""
     if source.op == "output":
         return (
-            "it is where the program ends and makes no tensor; annotate the operator that it returns, "
-            "or the edge from that to it"
+            "it is the output node of the program; annotate the operator that is returned, "
+            "or its edge to the output node"
         )
     if source.name in unsafe:
-        return f"{source.name} is written in place and read under another name"
-    return None if is_quantizable(source) else f"{point} is {dtype_of(source) or 'no tensor'}"
+        return f"{source.name} is written in place and also read under another name"
+    return None if is_quantizable(source) else f"{point} is {dtype_of(source) or 'not a tensor'}"
 
 
 def _claim(owner: str, region: list[Node], specs: list[PointSpec]) -> Claim:

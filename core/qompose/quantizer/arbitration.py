@@ -36,7 +36,7 @@ from qompose.spec.claim import (
 from qompose.spec.quantization_spec import integer_range_key
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
-_UNREAD = "it computes nothing, and nothing quantized reads it"
+_UNREAD = "it only passes values on, and no quantized operator reads them"
 _WAITED = "its input is not quantized"
 
 
@@ -208,8 +208,8 @@ class _Arbiter:
             c.owner for c in self.result.chosen if not given(c).isdisjoint(needs)
         )
         return (
-            f"{loser.owner} comes first, but rule {loser.rule} applies only where {', '.join(needs)} "
-            f"{'is' if len(needs) == 1 else 'are'} quantized, and {' and '.join(owners)} did that later"
+            f"{loser.owner} has priority, but rule {loser.rule} requires {', '.join(needs)} "
+            f"to be quantized, which {' and '.join(owners)} did only later"
         )
 
     def _reject(self, claim: Claim, reason: str, kind: Kind = Kind.REFUSED) -> None:
@@ -245,7 +245,7 @@ class _Arbiter:
             if len(specs) == len(claim.specs):
                 continue
             self.result.notes += [
-                f"{claim.owner} annotates {spec.point}, which was not followed: {reasons[spec.point]}"
+                f"ignored the annotation of {spec.point} by {claim.owner}: {reasons[spec.point]}"
                 for spec in claim.specs
                 if spec.point in reasons
             ]
@@ -333,9 +333,9 @@ def _why(loser: Claim, chosen: Sequence[Claim]) -> str:
         claim.owner for claim in chosen if not {*claim.nodes}.isdisjoint(loser.nodes)
     )
     if not winners:
-        return f"which {loser.owner} wanted to annotate, and could not"
+        return f"whose annotation by {loser.owner} was rejected"
     lost = f"{', '.join(loser.nodes)} to {', '.join(winners)}"
-    return f"which only {loser.owner} annotates, in a claim that loses {lost}"
+    return f"which only {loser.owner} annotates, and its claim lost {lost}"
 
 
 def inherit_specs(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:

@@ -114,7 +114,7 @@ class Quantizer(ABC):
 
         Called if the parameter is tied to one for which another claim has a different specification.
         """
-        return "its quantizer annotates, and says nothing of other specifications"
+        return "its quantizer accepts no other specification"
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = PRIORITY

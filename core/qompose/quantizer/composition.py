@@ -63,17 +63,17 @@ class ComposableQuantizer(Quantizer):
             )
         if not quantizers:
             raise UserError(
-                "A composition needs at least one quantizer, or the name of an installed backend. "
-                "`qompose backends` lists what is installed."
+                "A composition requires at least one quantizer or name of an installed "
+                "backend. `qompose backends` lists the installed ones."
             )
         self.quantizers = tuple(adapt(quantizer) for quantizer in quantizers)
         for quantizer in self.quantizers:
             nested = isinstance(quantizer, ComposableQuantizer)
             if nested and quantizer.on_conflict != on_conflict:
                 raise ConfigError(
-                    f"{quantizer.name} is a composition with on_conflict={quantizer.on_conflict!r}, but is "
-                    f"nested in one with on_conflict={on_conflict!r}, which applies to all "
-                    "members. Give both the same one."
+                    f"{quantizer.name} is a composition with "
+                    f"on_conflict={quantizer.on_conflict!r} inside one with "
+                    f"on_conflict={on_conflict!r}. Use the same value for both."
                 )
         self.on_conflict = on_conflict
 
@@ -150,7 +150,7 @@ class ComposableQuantizer(Quantizer):
         Raises:
             UserError: always.
         """
-        raise UserError("a composition makes no claims; call propose on its members")
+        raise UserError("a composition has no claims of its own; call propose on its members")
 
     def to_dict(self) -> dict[str, Any]:
         if type(self) is not ComposableQuantizer:
@@ -238,7 +238,7 @@ def quantizer_of(name: str) -> Quantizer:
         return quantizer
     if not isinstance(quantizer, RuleQuantizer):
         raise ConfigError(
-            f"the quantizer of {name!r} takes no configuration: leave out ':{chosen}'"
+            f"the quantizer of {name!r} does not accept a configuration; remove ':{chosen}'"
         )
     return quantizer.set_global(chosen)
 
@@ -251,7 +251,7 @@ def _default_of(name: str) -> Quantizer:
     if isinstance(quantizer, RuleQuantizer):
         quantizer.set_global(backend.default_config)
     if not isinstance(quantizer, Quantizer):
-        reason = f"its quantizer_class must make a qompose.Quantizer, got {quantizer!r}"
+        reason = f"quantizer_class must return a qompose.Quantizer, got {quantizer!r}"
         raise PluginError(name, type(backend).__module__, reason)
     return quantizer
 
@@ -269,7 +269,7 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"expected an object with the keys backend and selectors, or members, got {data!r}"
+            f"expected an object with the key members, or with backend and selectors, got {data!r}"
         )
     if "members" in data:
         check_keys({"on_conflict": PRIORITY, **data}, ("members", "on_conflict"))
@@ -282,7 +282,7 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
         raise ConfigError(f"backend must be a string, got {data['backend']!r}")
     quantizer = _default_of(data["backend"])
     if not isinstance(quantizer, RuleQuantizer):
-        raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
+        raise ConfigError(f"the quantizer of {data['backend']!r} does not support selectors")
     named, owner = quantizer.backend.configs, quantizer.name
     return quantizer.with_selectors(selectors_from_data(data["selectors"], named, owner))
 
@@ -297,7 +297,7 @@ def quantizer_from_json(text: str) -> Quantizer:
     try:
         data = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"this is not valid JSON: {error}") from None
+        raise ConfigError(f"invalid JSON: {error}") from None
     return quantizer_from_dict(data)
 
 
@@ -306,7 +306,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} occurs twice")
+            raise ValueError(f"duplicate key {key!r}")
         found[key] = value
     return found
 
@@ -346,11 +346,14 @@ def _why(label: str, members: Mapping[str, Quantizer], composition: Composition)
     reasons = [*_losses(label, composition), *_refusals(label, composition)]
     twin = _twin(label, members)
     if twin is not None:
-        reasons.append(f"its settings are those of {twin}, which comes first, so it can never win")
+        reasons.append(
+            f"it has the same settings as {twin}, which has priority, so it can never claim "
+            "anything"
+        )
     if reasons:
         return "; ".join(reasons)
     if isinstance(members[label], RuleQuantizer):
-        return "no operator of its rules occurs in the program"
+        return "the program has no operator that its rules match"
     return "it annotates nothing in this program"
 
 
@@ -360,7 +363,7 @@ def _losses(label: str, composition: Composition) -> Iterator[str]:
     if wanted:
         winners = dict.fromkeys(c.winner for c in composition.conflicts if c.loser == label)
         regions = "the only region" if len(wanted) == 1 else f"all {len(wanted)} regions"
-        yield f"{regions} that it wanted went to {', '.join(winners)}"
+        yield f"lost {regions} it matched to {', '.join(winners)}"
 
 
 def _refusals(label: str, composition: Composition) -> Iterator[str]:
@@ -371,9 +374,9 @@ def _refusals(label: str, composition: Composition) -> Iterator[str]:
         if r.owner == label and not is_loss(r)
     ).most_common()
     for reason, number in reasons[:_MOST]:
-        yield f"of {number} region{'s' * (number != 1)}: {reason}"
+        yield f"{number} region{'s' * (number != 1)}: {reason}"
     if rest := reasons[_MOST:]:
-        yield f"and {len(rest)} other reasons, at the operators"
+        yield f"and {len(rest)} other reasons, listed with the operators"
 
 
 _MOST = 3

@@ -150,7 +150,7 @@ class _Bounds:
         if (by := self._outside.select(node)).selected:
             return f"left in float by {by.selector}"
         if self._inside is not None and not self._inside.select(node).selected:
-            return f"{node.name} is not among what its quantizer is restricted to"
+            return f"{node.name} is outside the only= selectors"
         return None
 
     def notes(self) -> list[str]:
@@ -181,18 +181,18 @@ def restrict(
     adapted = adapt(quantizer)
     if isinstance(adapted, RuleQuantizer):
         raise UserError(
-            f"{adapted.name} has selectors: use set_module_name(path, None) and similar methods"
+            f"{adapted.name} has selectors; use set_module_name(path, None) and similar methods"
         )
     if adapted.members != (adapted,):
         raise UserError(
-            f"{adapted.name} is a composition: restrict its members before composing them"
+            f"{adapted.name} is a composition; restrict its members before composing them"
         )
     left = _settings("exclude", exclude)
     wanted = None if only is None else _settings("only", only)
     if not isinstance(adapted, Restricted):
         return Restricted(adapted, left, wanted)
     if wanted is not None and adapted.only is not None:
-        raise UserError(f"{adapted.name} is restricted by only= already: list everything there")
+        raise UserError(f"{adapted.name} is already restricted by only=; list everything there")
     both = adapted.only if wanted is None else wanted
     return Restricted(adapted.member, (*adapted.excluded, *left), both)
 

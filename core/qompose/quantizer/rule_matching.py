@@ -80,8 +80,8 @@ class _Table:
         for (selector, words), weighted in self._weighted.items():
             if words and not any(weighted):
                 yield (
-                    f"{self.owner}: {selector} asks for {words}, and no operator that it takes has a weight, "
-                    "so that nothing is changed"
+                    f"{self.owner}: {selector} has no effect for {words}: no operator it "
+                    "claims has a weight"
                 )
 
     def _matches(self, rule: Rule) -> Iterator[Match]:
@@ -93,19 +93,20 @@ class _Table:
         anchor = match.node(rule.anchor)
         if anchor is None:
             raise ConfigError(
-                f"{self.owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an operator of the "
-                f"pattern matched at {match.output.name}; names there: {', '.join(match.captures)}"
+                f"{self.owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an "
+                f"operator of the pattern matched at {match.output.name}. Operators: "
+                f"{', '.join(match.captures)}"
             )
         selection = self.selectors.select(anchor)
         config, fit = selection.config, None
         reason: str | None
         if not selection.selected:
-            reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
+            reason = f"excluded by {selection.selector}" if selection.selector else _UNSELECTED
         elif config is None:
             reason = f"left in float by {selection.selector}"
         else:
             fit = _Fit(rule, match, config)
-            asked = f"the guard of rule {rule.name}, asked about {describe(match.output)},"
+            asked = f"the guard of rule {rule.name} (called on {describe(match.output)})"
             with blaming(f"{self.owner}: {asked}"):
                 others = _otherwise_selected(match, selection, self.selectors)
                 reason = others or fit.objection() or _written(match, self.unsafe)
@@ -170,11 +171,11 @@ def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
         for rule in rules
     )
     users = ", ".join(dict.fromkeys(describe(user) for user in node.users)) or "nothing"
-    return f"no pattern of {known} fits here, where its value goes to {users}"
+    return f"no pattern of {known} matches here, where its output goes to {users}"
 
 
 _NO_RULE = 3  # distance: what a rule says tells more
-_UNSELECTED = "no selector gives it a configuration (set_global gives one to all)"
+_UNSELECTED = "no selector gives it a configuration (set_global applies to all operators)"
 
 
 def _distance(rule: Rule, config: QuantizationConfig | None) -> int:
@@ -201,12 +202,12 @@ def _otherwise_selected(match: Match, selection: Selection, selectors: Assignmen
 def _written(match: Match, unsafe: frozenset[str]) -> str | None:
     touched = {n.name for node in match.nodes for n in (node, *node.all_input_nodes)} & unsafe
     if touched:
-        return f"{min(touched)} is written in place and read under another name"
+        return f"{min(touched)} is written in place and also read under another name"
     return None
 
 
 def _kind(node: Node) -> str:
-    return str(getattr(value_of(node), "dtype", "no tensor")).removeprefix("torch.")
+    return str(getattr(value_of(node), "dtype", "not a tensor")).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class _Fit:
         role = self.rule.weight
         constants = [constant_of(weight) for weight in self.weights]
         if role and not (constants and all(constant is not None for constant in constants)):
-            return f"{role} is computed, not a parameter"
+            return f"{role} is not a parameter"
         for weight, constant in zip(self.weights, constants, strict=True):
             if constant is None or not constant.numel():
                 return f"{role} ({weight.name}) is empty"

@@ -80,7 +80,7 @@ class RuleQuantizer(Quantizer):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         if not isinstance(backend, Backend):
-            raise ConfigError(f"RuleQuantizer takes a Backend, got {backend!r}{_remedy(backend)}")
+            raise ConfigError(f"RuleQuantizer expects a Backend, got {backend!r}{_remedy(backend)}")
         fault = table_fault(backend)
         if fault is not None:
             raise ConfigError(f"backend {backend.name}: {fault}")
@@ -120,7 +120,7 @@ class RuleQuantizer(Quantizer):
         """
         if not kind_of(module_type).modules:
             raise SelectorError(
-                f"expected a torch.nn.Module type, got {module_type!r}: see set_operator_type"
+                f"expected a torch.nn.Module type, got {module_type!r}; see set_operator_type"
             )
         return self.set_object_type(module_type, config)
 
@@ -131,7 +131,7 @@ class RuleQuantizer(Quantizer):
             SelectorError: `operator_type` is neither.
         """
         if not kind_of(operator_type).operators:
-            raise SelectorError(f"expected an operator, got {operator_type!r}: see set_module_type")
+            raise SelectorError(f"expected an operator, got {operator_type!r}; see set_module_type")
         return self.set_object_type(operator_type, config)
 
     def set_module_name_regex(self, regex: str, config: ConfigChoice) -> Self:
@@ -211,8 +211,8 @@ class RuleQuantizer(Quantizer):
             config = config_named(config, self.backend.configs, self.name)
         if not isinstance(config, QuantizationConfig):
             raise ConfigError(
-                "expected a QuantizationConfig, the name of one, or None to leave operators in float, got "
-                f"{config!r}"
+                "config must be a QuantizationConfig, a configuration name, or None for "
+                f"float, got {config!r}"
             )
         for option in config.options:
             _check_option(self.backend, option, config)
@@ -255,9 +255,9 @@ class RuleQuantizer(Quantizer):
         """
         if type(self).annotate is not RuleQuantizer.annotate:
             raise UserError(
-                f"{type(self).__name__} overrides annotate, but a quantizer with a rule table makes its "
-                "claims in propose: override that, narrow it with selectors (set_filter accepts any "
-                "predicate), or derive from qompose.Quantizer"
+                f"{type(self).__name__} overrides annotate, but a quantizer with a rule table "
+                "makes its claims in propose. Override propose, use selectors (set_filter "
+                "accepts any predicate), or derive from qompose.Quantizer"
             )
         return [f"{self.name}: {note}" for note in self._assigned(exported).notes()]
 
@@ -266,7 +266,7 @@ class RuleQuantizer(Quantizer):
         chosen = [s for s in map(assignment.select, nodes) if s.selected]
         for other in chosen[1:]:
             if other.config != chosen[0].config:
-                return f"{other.selector} wants {other.config or 'float'} for a part of it"
+                return f"{other.selector} sets {other.config or 'float'} for a part of it"
         return None
 
     def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
@@ -299,7 +299,7 @@ class RuleQuantizer(Quantizer):
             ConfigError: the backend does not support one of their configurations.
         """
         if not isinstance(selectors, Selectors):
-            raise ConfigError(f"expected the selectors of a quantizer, got {selectors!r}")
+            raise ConfigError(f"selectors must be a Selectors object, got {selectors!r}")
         for config in selectors.configs():
             self._checked(config)
         copied = copy.copy(self)
@@ -315,7 +315,7 @@ def _check_option(backend: Backend, option: str, config: QuantizationConfig) -> 
     rules = [rule for rule in backend.rules if rule.option == option]
     if not rules:
         known = {rule.option for rule in backend.rules if rule.option}
-        hint = near_names(option, known) or f"; it has {', '.join(sorted(known)) or 'none'}"
+        hint = near_names(option, known) or f". Available: {', '.join(sorted(known)) or 'none'}"
         raise ConfigError(f"Backend {backend.name!r} has no rule with the option {option!r}{hint}")
     reasons = [rule.objection(config) for rule in rules]
     if all(reasons):
@@ -326,8 +326,8 @@ def _check_option(backend: Backend, option: str, config: QuantizationConfig) -> 
 
 def _remedy(given: object) -> str:
     if isinstance(given, str):
-        return f": qompose.quantizer_of({given!r}) returns the quantizer of an installed one"
-    return ": call it" if isinstance(given, type) and issubclass(given, Backend) else ""
+        return f"; qompose.quantizer_of({given!r}) returns the quantizer of an installed backend"
+    return "; create an instance" if isinstance(given, type) and issubclass(given, Backend) else ""
 
 
 def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[str]:
@@ -336,7 +336,7 @@ def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[s
     yield from dict.fromkeys(str(rule.objection(config)) for rule in fitting or rules)
     others = len(rules) - len(fitting)
     if fitting and others:
-        yield f"{others} other rules have no {config.mode} form"
+        yield f"{others} other rules do not support {config.mode} quantization"
 
 
 Named = Mapping[str, QuantizationConfig]
@@ -355,8 +355,8 @@ def config_named(name: str, named: Named, owner: str) -> QuantizationConfig:
     found = next(of_mode, None)
     if found is None:
         raise ConfigError(
-            f"Backend {owner!r} has no configuration {name!r}{near_names(name, named)}; "
-            f"it has {', '.join(map(repr, named)) or 'none'}"
+            f"Backend {owner!r} has no configuration {name!r}{near_names(name, named)}. "
+            f"Available: {', '.join(map(repr, named)) or 'none'}"
         )
     return found
 
@@ -391,8 +391,8 @@ def _operators(written: object) -> Kind:
     unknown = [name for name in names if not _operator(name)]
     if unknown:
         raise SelectorError(
-            f"no operator {' or '.join(map(repr, unknown))} is registered; if another package defines it, "
-            "import that first"
+            f"no operator {' or '.join(map(repr, unknown))} is registered; if it belongs to "
+            "another package, import that first"
         )
     return Kind(operators=frozenset(names))
 
@@ -457,15 +457,15 @@ def selectors_to_data(selectors: Selectors, named: Named) -> list[dict[str, Any]
         ConfigError: a setting is a function, or a configuration holds what data cannot name.
     """
     if selectors.filter_function is not None:
-        raise ConfigError("a filter function is code and cannot be saved")
+        raise ConfigError("a filter function is code, so it cannot be saved")
     return [_setting_to_data(setting, named) for setting in selectors.settings]
 
 
 def _setting_to_data(setting: Setting, named: Named) -> dict[str, Any]:
     if setting.level == FILTER:
         raise ConfigError(
-            f"{setting.label} is code and cannot be saved: name the operators by a subgraph, "
-            "module names or calls"
+            f"{setting.label} is code, so it cannot be saved; select the operators by "
+            "subgraph, module name or call instead"
         )
     key = _FORMS[setting.level].write(setting.key)
     return {"select": setting.level, **key, "config": _config_to_data(setting.config, named)}
@@ -531,7 +531,7 @@ def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     unknown = [f"{key!r}{near_names(str(key), keys)}" for key in data if key not in keys]
     missing = [repr(key) for key in keys if key not in data]
     if unknown:
-        raise ConfigError(f"unknown keys {', '.join(unknown)}; there are {', '.join(keys)}")
+        raise ConfigError(f"unknown keys {', '.join(unknown)}. Known keys: {', '.join(keys)}")
     if missing:
         raise ConfigError(f"missing keys {', '.join(missing)}")
 

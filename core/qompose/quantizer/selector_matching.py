@@ -40,15 +40,15 @@ def _matching(setting: Setting, program: Program) -> Iterable[Node]:
 
 
 def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
-    with blaming(f"{label}, asked about {describe(node)},"):
+    with blaming(f"{label} (called on {describe(node)})"):
         return bool(predicate(node))
 
 
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:
     if setting.key not in program.inside:
         raise SelectorError(
-            f"set_module_name({setting.key!r}, ...) names no module of the exported program that computes "
-            f"anything{program.hint(setting.key)}"
+            f"set_module_name({setting.key!r}, ...): the exported program has no operators in "
+            f"that module{program.hint(setting.key)}"
         )
     return program.inside[setting.key]
 
@@ -60,8 +60,7 @@ def _between(setting: Setting, program: Program) -> Iterable[Node]:
     found = between(program, first, last)
     if not found:
         raise SelectorError(
-            f"set_subgraph: no path leads {setting.label.removeprefix('subgraph ')}; values flow the other "
-            "way, or past each other"
+            f"set_subgraph: there is no path {setting.label.removeprefix('subgraph ')}"
         )
     return found
 
@@ -70,16 +69,17 @@ def _called(setting: Setting, program: Program) -> Iterable[Node]:
     call: Call = setting.key
     if call.module and call.module not in program.inside:
         raise SelectorError(
-            f"set_module_name_object_type_order({call.module!r}, ...) names no module of the exported "
-            f"program{program.hint(call.module)}"
+            f"set_module_name_object_type_order({call.module!r}, ...): the exported program "
+            f"has no operators in that module{program.hint(call.module)}"
         )
     calls = calls_of(call, program.inside.get(call.module, ()))
     if call.index >= len(calls):
         made = ", ".join(nodes[0].name for nodes in calls) or "none"
         raise SelectorError(
-            f"set_module_name_object_type_order: {call.module or 'the model'} itself has {len(calls)} calls "
-            f"of {call.kind.label} ({made}), and number {call.index} is asked for, counted from 0. "
-            "Calls inside its submodules do not count: name those."
+            f"set_module_name_object_type_order: index {call.index} is out of range, "
+            f"{call.module or 'the model'} itself has {len(calls)} calls of {call.kind.label} "
+            f"({made}). Indices start at 0. Calls inside its submodules do not count; name "
+            "those modules instead."
         )
     return calls[call.index]
 
@@ -176,17 +176,17 @@ def _applies(setting: Setting, node: Node) -> bool:
 
 _NO_MATCH = {
     GLOBAL: "the program has no operators",
-    TYPE: "{label} occurs nowhere in the model",
+    TYPE: "{label} does not occur in the model",
     REGEX: "{level} {key!r} matches no module path",
-    FILTER: "{label} picks no operator",
+    FILTER: "{label} matches no operator",
 }
 
 
 def _complaint(setting: Setting, names: Collection[str]) -> str:
     if names:
         return (
-            f"{setting.label} decides about none of the {len(names)} operators that it picks: more specific "
-            "or later selectors do, or the filter function leaves them out"
+            f"{setting.label} has no effect on the {len(names)} operators it matches: more "
+            "specific or later selectors, or the filter function, decide about them"
         )
     return _NO_MATCH[setting.level].format(
         level=setting.level, key=setting.key, label=setting.label
@@ -217,7 +217,7 @@ class Program:
         """Return modules whose paths are near a name, or else the first ones there are."""
         paths = [path for path in self.inside if path]
         top = sorted({path.partition(".")[0] for path in paths})
-        there = f" (there are {', '.join(top[:8])}{', ...' if top[8:] else ''})" if top else ""
+        there = f" (modules: {', '.join(top[:8])}{', ...' if top[8:] else ''})" if top else ""
         return near_names(name, paths) or there
 
     def named(self, name: str) -> list[Node]:
@@ -235,7 +235,7 @@ class Program:
         several = self.inside.get(bare, []) if inside else []
         if one and several and one != several:
             raise SelectorError(
-                f"{bare!r} is both the operator {describe(one[0])} and a module: write "
+                f"{bare!r} is both the operator {describe(one[0])} and a module; write "
                 f"'{_OPERATOR}{bare}' or '{_MODULE}{bare}'"
             )
         if not one and not several:

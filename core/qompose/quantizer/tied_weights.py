@@ -51,11 +51,11 @@ def unify_specs(
         chosen, objections = _choose(readers, objection)
         if chosen is None:
             reasons = "; ".join(dict.fromkeys(objections))
-            notes.append(f"{name} becomes more than one table of integers: {reasons}")
+            notes.append(f"the tied weight {name} is stored more than once: {reasons}")
             continue
         changed.update({point.point: chosen for _, point, spec in readers if spec != chosen})
         who = " and ".join(dict.fromkeys(_who(claim) for claim, _, _ in readers))
-        notes.append(f"{name} becomes one table for {who}: {describe_spec(chosen)}")
+        notes.append(f"the tied weight {name} is stored once for {who}: {describe_spec(chosen)}")
     return [_with_specs(claim, changed) for claim in claims], notes
 
 
@@ -99,12 +99,12 @@ def _objection(reader: Reader, wanted: Spec, objection: Objection) -> str | None
         return None
     axis, other = (getattr(spec, "ch_axis", None) for spec in (own, wanted))
     if axis != other:
-        reason: str | None = f"its channels are dimension {axis}, not {other}"
+        reason: str | None = f"its channels are along dimension {axis}, not {other}"
     elif converts_itself(getattr(wanted, "observer_or_fake_quant_ctr", None)):
-        reason = f"{observer_name(wanted)} makes something of it that others do not read"
+        reason = f"{observer_name(wanted)} replaces it with something other readers cannot use"
     else:
         reason = objection(claim, wanted)
-    return reason and f"{_who(claim)} cannot take {describe_spec(wanted)}: {reason}"
+    return reason and f"{_who(claim)} does not support {describe_spec(wanted)}: {reason}"
 
 
 def _who(claim: Claim) -> str:

@@ -48,8 +48,8 @@ def report(model: Any) -> Report:
     record = meta.get(META_KEY) if isinstance(meta, dict) else None
     if not isinstance(record, Record):
         raise StageError(
-            f"{type(model).__name__} has no quantization record: pass what prepare_pt2e, "
-            f"convert_pt2e, lower or load returned{one_of(model)}"
+            f"{type(model).__name__} has no quantization record; pass the result of "
+            f"prepare_pt2e, convert_pt2e, lower or load{one_of(model)}"
         )
     plan = record.plan
     return Report(
@@ -59,8 +59,8 @@ def report(model: Any) -> Report:
         counts=_counts(model, record),
         requantizations=plan.requantizations(record.dropped),
         conflicts=tuple(
-            f"{c.loser} rule {c.loser_rule} lost {', '.join(c.nodes)} to {c.winner} rule {c.winner_rule}"
-            f"{f': {c.reason}' if c.reason else ''}"
+            f"{c.loser} (rule {c.loser_rule}) lost {', '.join(c.nodes)} to {c.winner} (rule "
+            f"{c.winner_rule}){f': {c.reason}' if c.reason else ''}"
             for c in plan.conflicts
         ),
         rewrites=(*map(str, plan.rewrites), *record.balanced),
@@ -89,9 +89,7 @@ def one_of(model: Any) -> str:
     methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
     if not isinstance(methods, Mapping) or not methods:
         return ""
-    return (
-        f"; this program has several methods, so pass one of them: {', '.join(map(str, methods))}"
-    )
+    return f". This program has several methods; pass one of them: {', '.join(map(str, methods))}"
 
 
 def _counts(model: Any, record: Record) -> Counts:
@@ -193,8 +191,8 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     found = report(model)
     if found.stage != "lowered":
         raise StageError(
-            f"assert_lowered expects what lower returned, got a {found.stage} model, which has no kernels "
-            "yet; assert_quantized checks it"
+            f"assert_lowered expects the result of lower, got a {found.stage} model, which "
+            "has no kernels yet; use assert_quantized"
         )
     claimed = [row for row in found.rows if row.owner]
     done = [row for row in claimed if row.state in (KERNEL, FLOAT_KERNEL)]
@@ -220,12 +218,12 @@ def _part(
 
 def _check_fraction(min_fraction: object) -> None:
     if not isinstance(min_fraction, (int, float)) or not 0 <= min_fraction <= 1:
-        raise UserError(f"min_fraction must be a number from 0 to 1, got {min_fraction!r}")
+        raise UserError(f"min_fraction must be a number between 0 and 1, got {min_fraction!r}")
 
 
 def _listed(rows: list[Row]) -> str:
     if not rows:
-        return "  - the program has no operator that computes floats"
+        return "  - the program has no float operators"
     return "\n".join(
         f"  - {row.name} ({row.operator}{f' in {row.module}' if row.module else ''}), {row.macs:,} MACs: "
         f"{row.state}, {row.reason}"
@@ -270,10 +268,10 @@ def say_if_nothing_was_quantized(plan: Plan, program: GraphModule, *, strict: bo
     if plan.claims:
         return
     number = len(plan.operators)
-    message = f"Nothing was quantized: no quantizer claims any of {number} operators."
+    message = f"Nothing was quantized: no quantizer claims any of the {number} operators."
     if not plan.operators:
         calls = [describe(node) for node in nodes_in(program) if node.op == "call_function"]
-        message += f" The program calls {', '.join(calls[:_MOST]) or 'no operator at all'}."
+        message += f" The program calls {', '.join(calls[:_MOST]) or 'no operators'}."
     lines = sorted(f"{_place(operator)}: {operator.reason}" for operator in plan.operators)
     message += f"\n{_shortened(lines)}" if lines else ""
     if strict:
@@ -288,7 +286,7 @@ def say_if_all_was_dropped(record: Record) -> None:
         return
     lines = [_of_claim(record, number, reason) for number, reason in sorted(record.dropped.items())]
     warn_user(
-        f"Nothing was quantized: conversion applied none of the claims ({len(lines)}):\n"
+        f"Nothing was quantized: conversion applied none of the {len(lines)} claims:\n"
         f"{_shortened(lines)}"
     )
 
@@ -298,8 +296,9 @@ def say_if_modes_were_lost(prepared: GraphModule) -> None:
     if "_exported_training" in vars(prepared):
         warn_user(
             "torchao's move_exported_model_to_train, move_exported_model_to_eval or "
-            "allow_exported_model_train_eval was called on this model, and did nothing: it was trained and "
-            "evaluated in the mode of its export. Import these from qompose, or call train() and eval()."
+            "allow_exported_model_train_eval was called on this model but had no effect, so "
+            "it was trained and evaluated in the mode of its export. Import these functions "
+            "from qompose, or call train() and eval()."
         )
 
 

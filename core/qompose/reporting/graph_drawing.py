@@ -298,7 +298,7 @@ def _label(run: Run, entries: Sequence[MeasuredRow]) -> str:
         return entries[run.start].name
     paths = [entries[i].module.split(".") for i in run]
     shared = takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))
-    return ".".join(parts[0] for parts in shared) or "outside of modules"
+    return ".".join(parts[0] for parts in shared) or "outside modules"
 
 
 def edges_between(runs: Sequence[Run], entries: Sequence[MeasuredRow]) -> list[tuple[int, int]]:
@@ -345,7 +345,7 @@ def step_class(sqnr: float | None) -> str:
 
 def step_legend() -> list[tuple[str, str]]:
     """Return (class, words) of each step, and of what has no number."""
-    words = [f"{_STEPS[0]:.0f} dB and more"]
+    words = [f"at least {_STEPS[0]:.0f} dB"]
     words += [f"{low:.0f} to {high:.0f} dB" for high, low in pairwise(_STEPS)]
     words += [f"less than {_STEPS[-1]:.0f} dB"]
     return [*((f"step{i}", text) for i, text in enumerate(words)), ("none", "not compared")]

@@ -135,7 +135,7 @@ class Comparison(Printable):
             UserError: it is not one of `CAUSES`.
         """
         if cause not in CAUSES:
-            raise UserError(f"unknown cause {cause!r}; causes: {', '.join(CAUSES)}")
+            raise UserError(f"unknown cause {cause!r}. Causes: {', '.join(CAUSES)}")
         return tuple(row for row in self.rows if row.cause == cause)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Comparison(Printable):
         custom = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
         cells = tuple(_cells(row, custom) for row in self.rows)
         head = f"{self.reference} and {self.other}: {len(self.rows)} values, {self.batches} inputs"
-        lines = [f"- not in both: {name}" for name in self.unpaired]
+        lines = [f"- only in one program: {name}" for name in self.unpaired]
         table = Table((*_COMPARED, *custom), cells)
         return [head, *([table] if cells else []), *lines, *(f"- {note}" for note in self.notes)]
 
@@ -301,8 +301,8 @@ class Report(Printable):
         owners = {row.owner for row in self.rows} - {""}
         if owner is not None and owners and owner not in owners.union(self.idle_owners):
             raise UserError(
-                f"unknown owner {owner!r}{near_names(str(owner), owners)}; "
-                f"owners: {', '.join(sorted(owners))}"
+                f"unknown owner {owner!r}{near_names(str(owner), owners)}. Owners: "
+                f"{', '.join(sorted(owners))}"
             )
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
 
@@ -339,7 +339,7 @@ class Report(Printable):
         """
         if not isinstance(name, str):
             raise UserError(
-                f"why expects the name of an operator, a module path or a kind of operators, got {name!r}"
+                f"why expects an operator name, a module path or an operator type, got {name!r}"
             )
         ways: tuple[Callable[[Row], bool], ...] = (
             lambda row: row.name == name,
@@ -352,8 +352,8 @@ class Report(Printable):
                 return found
         known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
         raise UserError(
-            f"{name!r} is not a float operator of the model, a module that has one, or a kind of them"
-            f"{near_names(name, known)}"
+            f"{name!r} is not the name, module or type of a float operator of the "
+            f"model{near_names(name, known)}"
         )
 
     def summary(self) -> list[tuple[str, str, str, str, int, int]]:
@@ -404,15 +404,17 @@ class Report(Printable):
         try:
             fields_alone = {**data}
             if fields_alone.pop("schema", None) != SCHEMA:
-                raise ValueError(f"its schema is not {SCHEMA}")
+                raise ValueError(f"schema must be {SCHEMA}")
             report: Report = _REPORT.read(fields_alone, "report")
             states = {row.state for row in report.rows}
             if report.stage not in _STAGES or not states.issubset(STATES):
-                raise ValueError("its stage, or the state of a row, does not exist")
+                raise ValueError("unknown stage or row state")
             return report
         except ValueError as error:
             wanted = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"this is not a report ({error}); a report has {wanted}") from error
+            raise ConfigError(
+                f"this is not a report ({error}); a report has the fields {wanted}"
+            ) from error
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the report as JSON text."""
@@ -446,7 +448,7 @@ class Report(Printable):
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):
-            raise UserError(f"save expects the path of a file, got {path!r}")
+            raise UserError(f"save expects a file path, got {path!r}")
         if comparison is not None:
             operators = {row.name: row.operator for row in self.rows}
             check_comparison(comparison, self.fingerprint, operators, self.stage)
@@ -462,7 +464,7 @@ class Report(Printable):
             kinds = (
                 ".html, .json or .md" if comparison is None else ".html or .md with a comparison"
             )
-            raise UserError(f"the suffix of {path} must be {kinds}")
+            raise UserError(f"{path} must end in {kinds}")
         with draft_of(Path(path)) as draft:
             draft.write_bytes(f"{text.rstrip()}\n".encode())
 
@@ -502,7 +504,7 @@ class Report(Printable):
         lines += [f"in the graph: {rest}"] if rest != "nothing" else []
         if self.requantizations:
             number = counted(len(self.requantizations), "requantization")
-            lines.append(f"{number} where specifications meet")
+            lines.append(f"{number} between different specifications")
         return lines
 
     def _not_in_kernels(self) -> Counts:
@@ -535,19 +537,19 @@ _FEW = 4
 
 
 def _few_of_a_kind(rewrites: Sequence[str]) -> Iterator[str]:
-    """Yield the rewrites, but one line for a kind with many; `gptq of linear: ...` is of the kind gptq."""
+    """Yield the rewrites, but one line for a kind with many; `gptq on linear: ...` has the kind gptq."""
     by_kind: dict[str, list[str]] = {}
     for line in rewrites:
-        by_kind.setdefault(re.split(" of |: ", line, maxsplit=1)[0], []).append(line)
+        by_kind.setdefault(re.split(" on | of |: ", line, maxsplit=1)[0], []).append(line)
     for kind, lines in by_kind.items():
-        many = f"{kind}: {len(lines)} rewrites; `report.rewrites` lists them"
+        many = f"{kind}: {len(lines)} rewrites (listed in `report.rewrites`)"
         yield from lines if len(lines) <= _FEW else [many]
 
 
 def _check_state(state: object) -> None:
     if state not in STATES:
         close = near_names(str(state), STATES)
-        raise UserError(f"unknown state {state!r}{close}; states: {', '.join(STATES)}")
+        raise UserError(f"unknown state {state!r}{close}. States: {', '.join(STATES)}")
 
 
 _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")
@@ -613,16 +615,16 @@ def check_comparison(
     """
     if not isinstance(comparison, Comparison):
         raise UserError(
-            f"comparison must be what qompose.compare returned, got {type(comparison).__name__}"
+            f"comparison must be the result of qompose.compare, got {type(comparison).__name__}"
         )
     compared = {row.name: row.operator for row in comparison if row.name and row.state}
     known = bool(fingerprint and comparison.fingerprint)
     same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
-            "the comparison is of another model: it compares "
-            f"a {comparison.reference} and a {comparison.other} program with {_some(compared)}, "
-            f"parameters {comparison.fingerprint[:8] or 'unknown'}; the report is of a {stage} one "
+            "the comparison and the report belong to different models: a "
+            f"{comparison.reference} and a {comparison.other} program with {_some(compared)}, "
+            f"parameters {comparison.fingerprint[:8] or 'unknown'}; and a {stage} program "
             f"with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
         )
 
@@ -631,7 +633,7 @@ def _some(operators: Iterable[str]) -> str:
     """Return the first of a model's operators, by which people know it."""
     names = list(operators)
     more = f" and {len(rest):,} more" if (rest := names[_NAMED:]) else ""
-    return (", ".join(names[:_NAMED]) or "no operators that have a row") + more
+    return (", ".join(names[:_NAMED]) or "no operators in the report") + more
 
 
 @dataclass(frozen=True)
@@ -656,5 +658,5 @@ class Counts:
 
 
 _ONE = {"observers": "observer", "kernels": "kernel"}
-_COUNT = plain("an integer from 0 on", lambda value: is_integer(value) and value >= 0)
+_COUNT = plain("a non-negative integer", lambda value: is_integer(value) and value >= 0)
 _REPORT = of_type(Report, {int: _COUNT})

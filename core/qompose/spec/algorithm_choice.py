@@ -45,7 +45,9 @@ class SmoothQuant:
         given: object = self.alpha
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if not number or not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha of SmoothQuant must be a number from 0 to 1, got {given!r}")
+            raise ConfigError(
+                f"SmoothQuant option alpha must be a number between 0 and 1, got {given!r}"
+            )
         object.__setattr__(self, "alpha", float(self.alpha))
 
     def __str__(self) -> str:
@@ -75,12 +77,10 @@ def word_of(choice: Any) -> Any:
 
 
 _MODES: Mapping[str, Mapping[str, str]] = {
-    SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
-    AWQ: dict.fromkeys(
-        ("static", "dynamic"), "smooth_quant divides inputs that are quantized themselves"
-    ),
+    SMOOTH_QUANT: {"weight-only": "it scales activations before they are quantized"},
+    AWQ: dict.fromkeys(("static", "dynamic"), "use smooth_quant for layers with quantized inputs"),
     BIAS_CORRECTION: dict.fromkeys(
-        ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
+        ("weight-only", "dynamic"), "it requires the means of observed inputs"
     ),
 }
 """By word: the modes in which it has nothing to work on, and why."""
@@ -107,12 +107,12 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
         _check(choice, word, mode, weight)
         plain: AlgorithmChoice = word if _is_ours(choice) and str(choice) == word else choice
         if found.setdefault(word, plain) != plain:
-            raise ConfigError(f"algorithms requests {found[word]} and {plain}: leave one out")
+            raise ConfigError(f"algorithms contains both {found[word]} and {plain}; remove one")
     rounding = [str(found[word]) for word in _ROUNDING if word in found]
     if len(rounding) > 1:
         raise ConfigError(
-            f"{' and '.join(rounding)} exclude one another, since each chooses the integers of weights: "
-            "leave all but one out of algorithms"
+            f"{' and '.join(rounding)} cannot be combined, because each chooses the integers "
+            "of weights; keep only one in algorithms"
         )
     known = [found.pop(word) for word in ALGORITHM_WORDS if word in found]
     return (*known, *found.values())
@@ -122,20 +122,20 @@ def _check(choice: object, word: object, mode: str, weight: Any) -> None:
     if isinstance(choice, type) or not isinstance(word, str):
         raise ConfigError(f"algorithms must be names or Algorithm objects, got {choice!r}")
     if word in ALGORITHM_WORDS and not (isinstance(choice, str) or _is_ours(choice)):
-        raise ConfigError(
-            f"{word} is the name of one of qompose's algorithms: {choice!r} needs another"
-        )
+        raise ConfigError(f"{choice!r} has the name of a built-in algorithm, {word}; rename it")
     if isinstance(choice, str) and word not in ALGORITHM_WORDS:
         installed = sorted(point.name for point in entry_points(ALGORITHM_GROUP))
         if word not in installed:
             known = (*ALGORITHM_WORDS, *installed)
             hint = near_names(word, known)
-            raise ConfigError(f"unknown algorithm {word!r}{hint}: {', '.join(known)}")
+            raise ConfigError(f"unknown algorithm {word!r}{hint}. Known: {', '.join(known)}")
     if weight is None:
-        raise ConfigError(f"{word} changes weights, and this configuration leaves them in float")
+        raise ConfigError(f"{word} changes weights, but this configuration leaves them in float")
     reason = _MODES.get(word, {}).get(mode)
     if reason is not None:
-        raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of algorithms")
+        raise ConfigError(
+            f"{word} does not support {mode} quantization: {reason}. Remove it from algorithms"
+        )
 
 
 def _is_ours(choice: object) -> bool:
@@ -162,8 +162,8 @@ def algorithm_class(word: object, path: str) -> type:
     if word not in points:
         hint = near_names(str(word), (SMOOTH_QUANT, *points))
         raise ConfigError(
-            f"{path}: no installed package offers the algorithm {word!r}{hint}, so its options cannot be "
-            "read. Request it by name, or install the package"
+            f"{path}: no installed package provides the algorithm {word!r}{hint}, so its "
+            "options cannot be read. Request it by name, or install the package"
         )
     try:
         found = points[str(word)].load()
@@ -179,13 +179,13 @@ def by_owner(claims: Iterable[Any]) -> Iterator[str]:
     """Yield, for each owner of claims and algorithm that they ask for, both with the number of products."""
     asked = Counter((claim.owner, str(choice)) for claim in claims for choice in claim.algorithms)
     for (owner, choice), number in asked.items():
-        yield f"{owner}: {choice} of {number} product{'s' * (number != 1)}"
+        yield f"{owner}: {choice} ({number} layer{'s' * (number != 1)})"
 
 
 def not_in_training(claims: Iterable[Any]) -> list[str]:
     """Say of which claims' algorithms nothing is made in a program that is to be trained."""
     return [
-        f"{phrase} was not made: the model is to be trained, and training finds weights that suit their "
-        "integers"
+        f"{phrase} was not applied: the model will be trained, which adapts the weights to "
+        "their integers"
         for phrase in by_owner(claims)
     ]

@@ -92,7 +92,7 @@ def reasons_of_dependents(
         for spec in dependents[reference]:
             if spec.point not in found:
                 how = "shares the parameters of" if spec.shared else "is derived from"
-                found[spec.point] = f"it {how} {reference}, and {found[reference]}"
+                found[spec.point] = f"it {how} {reference}: {found[reference]}"
                 waiting.append(spec.point)
     return found
 

@@ -42,14 +42,14 @@ def quantized_range(
         ConfigError: a bound is not an integer or lies outside `dtype`; the range is empty or lacks zero.
     """
     if dtype not in FLOAT8 and (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
-        raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
+        raise ConfigError(f"{dtype} is not an integer type, so it has no quantized range")
     info = torch.finfo(dtype) if dtype in FLOAT8 else torch.iinfo(dtype)
     low = int(info.min) if quant_min is None else quant_min
     high = int(info.max) if quant_max is None else quant_max
     whole = all(isinstance(bound, Integral) for bound in (low, high))
     if not whole or not info.min <= low <= 0 <= high <= info.max or low == high:
         raise ConfigError(
-            f"quant_min={low!r}, quant_max={high!r} is not a range within {dtype} "
+            f"quant_min={low!r}, quant_max={high!r} must be a range within {dtype} "
             f"[{int(info.min)}, {int(info.max)}] that contains zero"
         )
     return low, high
@@ -159,11 +159,13 @@ def full_blocks(shape: tuple[int, ...], block_size: tuple[int, ...]) -> tuple[in
         ConfigError: the tensor has fewer dimensions, or a block does not divide one.
     """
     if len(block_size) > len(shape):
-        raise ConfigError(f"block_size={block_size} has more dimensions than a tensor of {shape}")
+        raise ConfigError(
+            f"block_size={block_size} has more dimensions than the tensor of shape {shape}"
+        )
     sizes = (1,) * (len(shape) - len(block_size)) + tuple(block_size)
     full = tuple(dim if size == -1 else size for dim, size in zip(shape, sizes, strict=True))
     if any(dim % size for dim, size in zip(shape, full, strict=True)):
-        raise ConfigError(f"blocks of {block_size} do not divide a tensor of shape {shape}")
+        raise ConfigError(f"block_size={block_size} does not divide the tensor of shape {shape}")
     return full
 
 
@@ -274,7 +276,7 @@ class Bounds:
             "scale_min_lower_bound": "below the bound",
             "scale_max_upper_bound": "above the bound",
         }
-        how = words.get(name, "and the kernel takes exactly")
+        how = words.get(name, "but the kernel requires exactly")
         return f"{value}, {how} {getattr(self, name):g} ({name})"
 
 

@@ -58,7 +58,7 @@ class ObserverFactory:
         given: Any = self.observer
         while isinstance(given, functools.partial):
             if given.args:
-                raise ConfigError(f"arguments of an observer must be given by name, got {given!r}")
+                raise ConfigError(f"observer arguments must be passed by name, got {given!r}")
             own = {**given.keywords, **dict(self.arguments)}
             object.__setattr__(self, "arguments", tuple(own.items()))
             given = given.func
@@ -270,13 +270,15 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
         if not 0 < self.scale < math.inf:
             raise ConfigError(f"scale must be positive, got {self.scale}")
         if not low <= self.zero_point <= high:
-            raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
+            raise ConfigError(f"zero_point={self.zero_point} must be within [{low}, {high}]")
         if self.zero_point != int(self.zero_point):
             raise ConfigError(f"zero_point must be an integer, got {self.zero_point}")
         if self.qscheme in PER_CHANNEL:
-            raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
+            raise ConfigError(
+                f"fixed quantization parameters must be per tensor, got {self.qscheme}"
+            )
         if self.is_dynamic:
-            raise ConfigError("parameters that are fixed cannot be dynamic")
+            raise ConfigError("fixed quantization parameters cannot be dynamic")
         _fill_range(self, low, high)
 
 
@@ -318,7 +320,7 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         _fill_axis(self)
         if self.is_dynamic:
-            raise ConfigError("parameters that are derived from others cannot be dynamic")
+            raise ConfigError("derived quantization parameters cannot be dynamic")
         _fill_range(self, low, high)
 
 
@@ -342,33 +344,36 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if not sizes or any(type(n) is not int or (n < 1 and n != -1) for n in sizes):
         raise ConfigError(
-            f"block_size must be a tuple of positive sizes (-1: a whole dimension), got {block_size!r}"
+            "block_size must be a tuple of positive sizes (or -1 for a whole dimension), got "
+            f"{block_size!r}"
         )
     if qscheme not in PER_CHANNEL:
-        raise ConfigError(f"block_size needs a per-channel qscheme, got {qscheme}")
+        raise ConfigError(f"block_size requires a per-channel qscheme, got {qscheme}")
 
 
 def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
     if spec.qscheme in SYMMETRIC and low == 0 and (spec.dtype, high) != (torch.uint8, 255):
         raise ConfigError(
-            f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
-            "torch's operator supports only the whole of uint8. Use an affine qscheme, or int8."
+            f"dynamic symmetric quantization to [{low}, {high}] would put the zero point out "
+            "of range: torch's operator only supports the full range of uint8. Use an affine "
+            "qscheme, or int8."
         )
     if spec.dtype in FLOAT8:
         raise ConfigError(
-            f"dynamic quantization is to integers: no operator chooses scales of {spec.dtype}"
+            "dynamic quantization requires an integer dtype: no operator computes scales for "
+            f"{spec.dtype}"
         )
     if spec.qscheme in FLOAT_ZERO_POINT:
         raise ConfigError(
-            f"{spec.qscheme} has float zero points, which only weights may have, not activations "
-            "at run time"
+            f"{spec.qscheme} has float zero points, which dynamically quantized activations "
+            "do not support"
         )
     if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
         return
     if spec.block_size is None or set(spec.block_size) != {-1}:
         raise ConfigError(
-            "dynamic quantization is per tensor, or has one scale for all of the last dimensions: "
-            "block_size=(-1,) per token, (-1, -1, -1) per image"
+            "dynamic quantization must be per tensor or use block_size=(-1,) (per token) or "
+            "(-1, -1, -1) (per image)"
         )
     if (spec.dtype, low, high) != (torch.int8, -128, 127):
         raise ConfigError(
@@ -392,7 +397,8 @@ def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int,
     if dtype not in (*INTEGERS, *FLOAT8):
         names = ", ".join(str(_short(integer)) for integer in INTEGERS)
         raise ConfigError(
-            f"dtype must be one of {names}, got {dtype}; fewer bits are int8 with quant_min and quant_max"
+            f"dtype must be one of {names}, got {dtype}; for fewer bits, use int8 with "
+            "quant_min and quant_max"
         )
     return quantized_range(dtype, low, high)
 

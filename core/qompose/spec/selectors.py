@@ -90,8 +90,9 @@ def kind_of(object_type: object) -> Kind:
         own = f"aten.{getattr(object_type, '__name__', '').rstrip('_')}"
         return Kind(operators=names, called=own if own in names else "")
     raise SelectorError(
-        f"{object_type!r} is neither a torch.nn.Module type, nor an aten operator such as "
-        "torch.ops.aten.linear.default, nor a function such as torch.nn.functional.linear"
+        "expected a torch.nn.Module type, an aten operator such as "
+        "torch.ops.aten.linear.default, or a function such as torch.nn.functional.linear, "
+        f"got {object_type!r}"
     )
 
 
@@ -192,7 +193,7 @@ def for_regex(regex: object, config: QuantizationConfig | None) -> Setting:
         SelectorError: it does not compile.
     """
     if not isinstance(regex, str):
-        raise SelectorError(f"expected a regular expression as a string, got {regex!r}")
+        raise SelectorError(f"regex must be a string, got {regex!r}")
     compiled(regex)
     return Setting(REGEX, regex, config, f"module name regex {regex}")
 
@@ -215,7 +216,7 @@ def compiled(regex: str) -> re.Pattern[str]:
         re.compile(regex)
         return re.compile(f"{regex[:start]}(?:{regex[start:]})(?:(?<=\\.)|(?=\\.)|\\Z)")
     except re.error as error:
-        raise SelectorError(f"{regex!r} is not a regular expression: {error}") from error
+        raise SelectorError(f"{regex!r} is not a valid regular expression: {error}") from error
 
 
 def for_filter(function: Callable[[Node], object], config: QuantizationConfig | None) -> Setting:
@@ -246,8 +247,8 @@ def for_name(name: str, config: QuantizationConfig | None) -> Setting:
     """
     if not isinstance(name, str) or not name:
         raise SelectorError(
-            f"expected a module path such as 'encoder.layer.0', got {name!r}; "
-            "set_global is for the whole model"
+            f"expected a module path such as 'encoder.layer.0', got {name!r}; use set_global "
+            "for the whole model"
         )
     return Setting(NAME, name, config, f"module name {name}")
 
@@ -263,7 +264,8 @@ def for_subgraph(
     ends = [(end,) if isinstance(end, str) else _names(end) for end in (inputs, outputs)]
     if not all(end and all(isinstance(name, str) and name for name in end) for end in ends):
         raise SelectorError(
-            f"inputs={inputs!r} and outputs={outputs!r} must be names of operators or modules, one at least"
+            "inputs and outputs must be non-empty lists of operator or module names, got "
+            f"inputs={inputs!r} and outputs={outputs!r}"
         )
     key = Subgraph(*ends)
     label = f"subgraph from {', '.join(key.inputs)} to {', '.join(key.outputs)}"
@@ -312,6 +314,6 @@ def for_call(module: str, kind: Kind, index: int, config: QuantizationConfig | N
     if not isinstance(module, str):
         raise SelectorError(f"expected a module path, got {module!r}")
     if type(index) is not int or index < 0:
-        raise SelectorError(f"index must be the number of a call (0, 1, 2, ...), got {index!r}")
+        raise SelectorError(f"index must be a non-negative integer, got {index!r}")
     label = f"call {index} of {kind.label} in {module or 'the model'}"
     return Setting(CALL, Call(module, kind, index), config, label)

@@ -107,18 +107,18 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         converted = _sharing(converted)
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
-        raise UserError(f"save takes models of one stage and target, got {sorted(targets)}")
+        raise UserError(f"save expects models of one stage and target, got {sorted(targets)}")
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)
     except (NotStorable, ConfigError) as reason:
-        raise ArtefactError(f"The model cannot be saved, because it has {reason}.") from reason
+        raise ArtefactError(f"The model cannot be saved because it has {reason}.") from reason
     write_file({**body, "target": targets.pop()}, blocks, path)
 
 
 def _as_path(path: object, function: str) -> Path:
     if not isinstance(path, (str, os.PathLike)):
-        raise UserError(f"{function} expects the path of a file, got {path!r}")
+        raise UserError(f"{function} expects a file path, got {path!r}")
     return Path(path)
 
 
@@ -145,9 +145,9 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "This lowered model has no converted model, which save needs: it came from load or a pickle, or "
-            "from lower with keep_converted=False. Save the converted model, copy the file, or save what "
-            "load(path, as_converted=True) returns, or what lower makes of it."
+            "This lowered model has no converted model, which save requires: it came from load or pickle, "
+            "or from lower with keep_converted=False. Save the converted model, copy the file, or save the "
+            "result of load(path, as_converted=True) or of lowering it."
         )
     return record.source, record
 
@@ -243,8 +243,8 @@ def load(
     if found and not allow_mismatch:
         lines = "".join(f"\n  - {line}" for line in found)
         raise RequirementError(
-            f"{stored.path} was made for another machine:{lines}\n"
-            "Or load it with allow_mismatch=True; it then runs without those kernels."
+            f"{stored.path} was made for a different machine:{lines}\n"
+            "Pass allow_mismatch=True to load it without those kernels."
         )
     warn(found)
     if not stored.lowered or as_converted:
@@ -253,9 +253,10 @@ def load(
         result, parts = with_kernels(stored.of(stored.models), stored.target)
     except UserError as error:
         remedy = (
-            "load(path, as_converted=True) gives the converted model, which runs without kernels."
+            "Use load(path, as_converted=True) to get the converted model, which runs "
+            "without kernels."
         )
-        error.args = (f"{stored.path} cannot be lowered again: {error} {remedy}",)
+        error.args = (f"{stored.path} cannot be lowered again: {error}\n{remedy}",)
         raise
     except Exception as error:  # whatever a forged program makes of it
         reason = f"{type(error).__name__}: {error}"
@@ -266,7 +267,9 @@ def load(
         for name, (_, record) in parts.items()
         for line in _changes(name, stored.lowered[name], record)
     ):
-        message = f"{path} was lowered again with other kernels than it was saved with:{changed}"
+        message = (
+            f"{path} was lowered again, with different kernels than when it was saved:{changed}"
+        )
         warn_user(message)
     return result
 
@@ -290,8 +293,8 @@ def _changes(method: str, before: Record, now: Record) -> Iterator[str]:
             why = now.fallbacks.get(number)
             where = f"{method}: {claim.anchor}" if method != ONLY else claim.anchor
             yield (
-                f"{where} ({claim.owner}, rule {claim.rule}): "
-                f"{was} then, {has} now{f' ({why})' if why else ''}"
+                f"{where} ({claim.owner}, rule {claim.rule}): {was} before, {has} "
+                f"now{f' ({why})' if why else ''}"
             )
 
 
@@ -317,14 +320,15 @@ def _stored(path: Path) -> _Stored:
         made = body["manifest"]
         packages = missing_packages(checked_owners(made))
         raise ArtefactError(
-            f"{path} cannot be loaded: {missing.args[0]}. Import the package that brings it first.{packages} "
-            f"The file was written with torch {made['torch']}; this is torch {torch.__version__}."
+            f"{path} cannot be loaded: {missing.args[0]}. Import the package that provides it "
+            f"first.{packages} The file was written with torch {made['torch']}; this is torch "
+            f"{torch.__version__}."
         ) from missing
     except ArtefactError as error:
         raise ArtefactError(f"{path} cannot be loaded: {error}") from error
     except Exception as error:  # whatever a forged file makes the readers stumble on
         reason = f"{type(error).__name__}: {error}"
-        raise ArtefactError(f"{path} is not a valid artefact: {reason}") from error
+        raise ArtefactError(f"{path} is not a valid model file: {reason}") from error
 
 
 def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
@@ -349,7 +353,7 @@ def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -
             )
             counts[name] = _COUNTS.read(part["counts"], "counts")
             if lowered[name].target != target:
-                raise ValueError(f"a model for {lowered[name].target!r} in a file of {target!r}")
+                raise ValueError(f"a model for {lowered[name].target!r} in a file for {target!r}")
     return _Stored(path, models, lowered, counts, target)
 
 
@@ -413,9 +417,9 @@ def checked_owners(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any
     for label, facts in owners.items():
         texts = [facts[key] for key in ("backend", "distribution", "version")]
         if not all(isinstance(text, str) and _PLAIN.fullmatch(text) for text in texts):
-            raise ValueError(f"the package of {label!r} has no plain name and version")
+            raise ValueError(f"the package of {label!r} has an invalid name or version")
     if not all(isinstance(manifest[key], str) for key in ("qompose", "torch")):
-        raise ValueError("its versions must be strings")
+        raise ValueError("versions must be strings")
     return owners
 
 
@@ -463,9 +467,12 @@ class StoredBackends(Mapping[str, Backend]):
             ) from error
         lacking = sorted(self._rules[owner] - {rule.name for rule in backend.rules})
         if lacking:
-            reason = f"it has no rule {', '.join(lacking)} any more, or not yet{_made_with(facts)}"
+            reason = (
+                f"it does not have the rules {', '.join(lacking)}, which the model "
+                f"needs{_made_with(facts)}"
+            )
             sources = (i.source for i in installed_backends() if i.name == backend.name)
-            raise PluginError(backend.name, next(sources, "of no package"), reason)
+            raise PluginError(backend.name, next(sources, "of an unknown package"), reason)
         return backend
 
     def __contains__(self, owner: object) -> bool:
@@ -480,7 +487,7 @@ class StoredBackends(Mapping[str, Backend]):
 
 def _made_with(facts: Mapping[str, Any]) -> str:
     if not facts["distribution"]:
-        return ". The model was made with a backend of no package"
+        return ". The model was made with a backend that belonged to no package"
     made = f"{facts['distribution']} {facts['version']}"
     return f'. The model was made with {made}: pip install "{made.replace(" ", "==")}"'
 
@@ -497,4 +504,6 @@ def missing_packages(owners: Mapping[str, Any]) -> str:
         if facts["distribution"] and not _is_installed(facts["backend"])
     }
     remedies = " ".join(f'"{name}"' for name in sorted(missing))
-    return f" Its backends are not all installed: pip install {remedies}." if missing else ""
+    return (
+        f" Some of its backends are not installed; run pip install {remedies}." if missing else ""
+    )

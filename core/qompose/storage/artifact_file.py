@@ -101,38 +101,38 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ArtefactError, OSError):
         raise
     except Exception as error:  # forged: unknown types, impossible sizes, no description
-        kind = " (it is a zip archive, as torch.save and torch.export.save write)"
+        kind = " (it is a zip archive, like those of torch.save and torch.export.save)"
         raise ArtefactError(
-            f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is damaged: "
-            f"{type(error).__name__}: {error}"
+            f"{path} is damaged or was not written by "
+            f"qompose.save{kind if is_zipfile(path) else ''}: {type(error).__name__}: {error}"
         ) from error
     expected = body.get("blocks")
     if expected != {name: digest(block) for name, block in blocks.items()}:
-        raise ArtefactError(f"{path} is damaged: its tensors are not those that were saved")
+        raise ArtefactError(f"{path} is damaged: checksum mismatch in its tensors")
     return body, blocks
 
 
 def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the description of a model, checked to be one that this release can read."""
     if _KEY not in metadata:
-        raise ArtefactError(f"{path} is a safetensors file that qompose.save did not write")
+        raise ArtefactError(f"{path} is a safetensors file that was not written by qompose.save")
     found = json.loads(metadata[_KEY])
     number, author, body = found["format_version"], str(found["written_by"]), found.get("model")
     sound = isinstance(body, dict) and _hash(body) == found["sha256"]
     if type(number) is not int or number < 1:
-        raise ArtefactError(f"{path} is damaged: {str(number)[:20]!r} is not a format version")
+        raise ArtefactError(f"{path} is damaged: invalid format version {str(number)[:20]!r}")
     if number != FORMAT_VERSION:
         remedy = (
             "Upgrade qompose"
             if number > FORMAT_VERSION
-            else "Save the model again, or install the qompose that wrote it"
+            else "Save the model again, or install the qompose version that wrote it"
         )
         raise ArtefactError(
-            f"{path} has format version {number}, written by {author[:80]}; qompose "
+            f"{path} has format version {number}, written by {author[:80]}, but qompose "
             f"{version('qompose')} reads version {FORMAT_VERSION}. {remedy}."
         )
     if not sound:
-        raise ArtefactError(f"{path} is damaged: its description is not the one that was saved")
+        raise ArtefactError(f"{path} is damaged: checksum mismatch in its description")
     described: dict[str, Any] = body
     return described
 
@@ -234,12 +234,14 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tenso
 
 def _check(path: str, tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, nn.Parameter):
-        raise NotStorable(f"{path} is a {type(tensor).__module__}.{type(tensor).__qualname__}")
+        raise NotStorable(f"{path}, a {type(tensor).__module__}.{type(tensor).__qualname__}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
-        raise NotStorable(f"{path} is a tensor without plain memory ({kind})")
+        raise NotStorable(f"{path}, a tensor without strided memory ({kind})")
     if tensor.is_conj() or tensor.is_neg():
-        raise NotStorable(f"{path} is a lazy conjugate or negative: call resolve_conj, resolve_neg")
+        raise NotStorable(
+            f"{path}, a lazy conjugate or negative (call resolve_conj and resolve_neg)"
+        )
 
 
 def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
@@ -296,11 +298,12 @@ def _check_devices(devices: Collection[str]) -> None:
     for device in sorted(devices):
         try:
             if torch.empty(0, device=device).is_meta:
-                raise ValueError("no tensor of it has memory")
+                raise ValueError("the device has no memory")
         except Exception as error:  # each kind of device says in its own way that it is not there
             raise ArtefactError(
-                f"its tensors were on the device {device!r}, which this process cannot use ({error}). Export "
-                "and quantize the model on the CPU for a machine without it."
+                f"its tensors were on the device {device!r}, which this process cannot use "
+                f"({error}). For machines without it, export and quantize the model on the "
+                "CPU."
             ) from error
 
 
@@ -311,7 +314,7 @@ def _part(block: Tensor, view: _View) -> Tensor:
         flat = block.view(torch.uint8)
         block = flat[: len(flat) - len(flat) % size].view(view.dtype)
     if view.offset + view.reach > block.numel():
-        raise ValueError("a tensor reaches beyond its block")
+        raise ValueError("a tensor extends beyond its block")
     return block.as_strided(view.shape, view.stride, block.storage_offset() + view.offset)
 
 
@@ -375,8 +378,8 @@ def _unpacked(block: Tensor, data: Any) -> Tensor:
     bits, low, dtype = packing.bits, packing.low, packing.dtype
     bounds = torch.iinfo(dtype)
     if bits not in BITS or not bounds.min <= low <= bounds.max:
-        raise ValueError(f"{packing} is not a way to pack integers")
+        raise ValueError(f"unknown packing {packing}")
     count = torch.Size(packing.shape).numel()
     if (block.dtype, tuple(block.shape)) != (torch.uint8, (field_bytes(count, bits),)):
-        raise ValueError(f"a packed block does not hold {count} values")
+        raise ValueError(f"a packed block has the wrong size for {count} values")
     return unpack_fields(block, count, low, bits, dtype).reshape(packing.shape)

@@ -118,7 +118,7 @@ def encode_tree(spec: pytree.TreeSpec) -> str:
     try:
         text = pytree.treespec_dumps(spec)
         if decode_tree(text) != spec:
-            raise ValueError(f"{spec} is read as another one")
+            raise ValueError(f"{spec} does not survive a round trip")
     except (NotImplementedError, TypeError, ValueError) as error:
         raise NotStorable(f"arguments or results that cannot be stored: {error}") from error
     return text
@@ -151,7 +151,7 @@ def check_tree(text: str) -> None:
         part = waiting.pop()
         if isinstance(part, dict):
             if "__enum__" in part or "default_factory_module" in part:
-                raise ValueError("arguments of a type that torch would import code for")
+                raise ValueError("an argument type would make torch import code")
             if isinstance(part.get("context"), str):
                 with contextlib.suppress(ValueError):  # text that only a type's own reader reads
                     waiting.append(json.loads(part["context"]))
@@ -211,7 +211,7 @@ def expression(
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"the size {text[:80]!r} cannot be read") from error
+        raise ValueError(f"invalid size {text[:80]!r}") from error
     return _Builder(text, symbols, hints).build(tree.body)
 
 
@@ -242,7 +242,9 @@ class _Builder:
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
                 if name in _FUNCTIONS:
                     return self._computed(name, [self.build(part) for part in arguments])
-        raise ValueError(f"the size {self._text[:80]!r} is more than a computation with sizes")
+        raise ValueError(
+            f"invalid size {self._text[:80]!r}: only computations with sizes are allowed"
+        )
 
     def _computed(self, name: str, arguments: list[Expression]) -> Expression:
         """Return a function of expressions; numbers stay as small as sizes are, and so do their hints."""
@@ -256,18 +258,14 @@ class _Builder:
 
     def _small(self, number: Expression) -> Expression:
         if number.is_Rational and max(abs(number.p), number.q).bit_length() > _BITS:
-            raise ValueError(
-                f"the size {self._text[:80]!r} is more than a computation with sizes: it has more than "
-                f"{_BITS} bits"
-            )
+            raise ValueError(f"invalid size {self._text[:80]!r}: it has more than {_BITS} bits")
         return number
 
     def _check_exponent(self, exponent: Expression) -> None:
         value = exponent.xreplace(self._hints)
         if value.is_number and not abs(value) <= _BITS:
             raise ValueError(
-                f"the size {self._text[:80]!r} is more than a computation with sizes: it has a power or "
-                f"shift by more than {_BITS}"
+                f"invalid size {self._text[:80]!r}: it has a power or shift by more than {_BITS}"
             )
 
 
@@ -327,7 +325,7 @@ class SymbolReader:
 
     def _add(self, name: str, facts: dict[str, Any]) -> None:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a symbol")
+            raise ValueError(f"invalid symbol name {name!r}")
         assumed = {str(k): bool(v) for k, v in facts["assumptions"].items()}
         symbol = self._symbols[name] = sympy.Symbol(name, **assumed)
         if facts["hint"] is not None:

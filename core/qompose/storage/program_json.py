@@ -198,7 +198,7 @@ def _encode_target(node: Node) -> str:
         return str(target)
     if isinstance(target, torch._ops.OpOverload):
         if _names_a_file(target):
-            raise NotStorable(f"a call of {target}, which takes the name of a file")
+            raise NotStorable(f"a call of {target}, which has a file name as argument")
         return f"{target.namespace}::{target._opname}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator) and target._name in _HIGHER_ORDER:
         return f"higher_order::{target._name}"
@@ -219,14 +219,14 @@ def decode_target(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition("::")
     if namespace == "higher_order":
         if rest not in _HIGHER_ORDER:
-            raise UnknownOperator(f"the operator {name} is not one that a file may call")
+            raise UnknownOperator(f"the operator {name} is not allowed in a file")
         found: Any = getattr(torch.ops.higher_order, rest)
         return found  # type: ignore[no-any-return]
     operation, _, overload = rest.rpartition(".")
     if namespace in _REFUSED_NAMESPACES or not all(
         _PART.fullmatch(part) for part in (namespace, operation, overload)
     ):
-        raise UnknownOperator(f"the operator {name} is not one that a file may call")
+        raise UnknownOperator(f"the operator {name} is not allowed in a file")
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except AttributeError:
@@ -234,7 +234,7 @@ def decode_target(name: str) -> Callable[..., Any]:
     if not isinstance(found, torch._ops.OpOverload):
         raise UnknownOperator(f"the operator {name} is not registered in this process")
     if _names_a_file(found):
-        raise UnknownOperator(f"the operator {name} is not one that a file may call")
+        raise UnknownOperator(f"the operator {name} is not allowed in a file")
     return found
 
 
@@ -249,7 +249,7 @@ def _encode_call(graph: Graph) -> dict[str, Any] | None:
     if type(codegen) is CodeGen:
         return None
     if not isinstance(codegen, CheckedCalls):
-        raise NotStorable(f"a graph that is called by a {type(codegen).__name__}")
+        raise NotStorable(f"a graph with the code generator {type(codegen).__name__}")
     names, in_spec, out_spec = codegen.pytree_info
     return {
         "names": list(names),
@@ -285,7 +285,7 @@ def _identifier(name: object) -> str:
         ValueError: it is not an identifier.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{name!r} is not the name of a value")
+        raise ValueError(f"invalid value name {name!r}")
     return name
 
 
@@ -365,7 +365,7 @@ class ProgramReader:
         if "facts" in facts:
             custom = decode(facts["facts"])
             if not isinstance(custom, dict) or not all(isinstance(key, str) for key in custom):
-                raise ValueError(f"what is known of {name} has no names")
+                raise ValueError(f"the metadata of {name} must be a dict with string keys")
             node.meta["custom"] = {CUSTOM_KEY: custom}
         return node
 
@@ -387,7 +387,7 @@ def _check_arguments(graph: Graph) -> None:
     returned = len(given) if isinstance(given, (list, tuple)) else 1
     specs = ((info.in_spec, taken), (info.out_spec, returned))
     if any(spec is not None and spec.num_leaves != number for spec, number in specs):
-        raise ValueError("its arguments or results are not those of its graph")
+        raise ValueError("its arguments or results do not match its graph")
 
 
 def _quotable(text: object) -> str:
@@ -397,7 +397,7 @@ def _quotable(text: object) -> str:
         ValueError: it can.
     """
     if not isinstance(text, str) or not text.isprintable() or set(text) & set("\"'\\"):
-        raise ValueError(f"{text!r} is not a key or a step of a path")
+        raise ValueError(f"invalid key or path component {text!r}")
     return text
 
 
@@ -482,7 +482,7 @@ def decode_record(
     """
     record: Record = read_fields(data, Record, _FACTS, "record")
     if record.stage not in stages:
-        raise ValueError(f"it has no plan of a {' or '.join(stages)} model")
+        raise ValueError(f"its plan is not for a {' or '.join(stages)} model")
     _check_references(record)
     return record
 
@@ -504,7 +504,7 @@ def _check_references(record: Record) -> None:
     plan = record.plan
     grouped = {point for group in plan.groups for point in group.points}
     if not grouped.issuperset(spec.point for claim in plan.claims for spec in claim.specs):
-        raise ValueError("a point of a claim is in no group")
+        raise ValueError("a point of a claim belongs to no group")
     claims = {
         *(*record.dropped, *record.kernels, *record.fallbacks),
         *(number for group in plan.groups for number in group.claims),
@@ -513,4 +513,4 @@ def _check_references(record: Record) -> None:
     groups = {number for group in plan.groups for number in group.depends_on}
     for name, found, number in (("claim", claims, plan.claims), ("group", groups, plan.groups)):
         if not found.issubset(range(len(number))):
-            raise ValueError(f"it refers to a {name} that it does not have")
+            raise ValueError(f"it refers to a missing {name}")

@@ -83,16 +83,17 @@ def _entries(archive: ZipFile) -> dict[str, str]:
         name = info.filename.partition("/")[2]
         if name in entries or len(roots) > 1 or info.compress_type != ZIP_STORED:
             raise RefusedArchive(
-                f"its entry {info.filename!r} is compressed, not in its one folder, or twice there"
+                f"its entry {info.filename!r} is compressed, duplicated, or outside its "
+                "top-level folder"
             )
         if not _PLAIN.fullmatch(name):
             raise RefusedArchive(
-                f"its entry {name!r} is not part of a plain program, and may be code"
+                f"its entry {name!r} is not part of a plain program and may contain code"
             )
         entries[name] = info.filename
     missing = {_MODEL, _EXAMPLES, *_CONFIGS} - set(entries)
     if missing:
-        raise RefusedArchive(f"it has no {min(missing)}")
+        raise RefusedArchive(f"it lacks {min(missing)}")
     return entries
 
 
@@ -107,7 +108,7 @@ def _check(archive: ZipFile, entries: Mapping[str, str]) -> None:
                     raise RefusedArchive(f"its tensor {place} is pickled")
                 sizes = [size.get("as_int", 0) for size in payload["tensor_meta"]["sizes"]]
                 if not archive.getinfo(entries[f"{folder}/{place}"]).file_size and 0 not in sizes:
-                    raise RefusedArchive(f"its tensor {place} has no memory")
+                    raise RefusedArchive(f"its tensor {place} is empty")
         _check_examples(archive.read(entries[_EXAMPLES]))
         _check_program(json.loads(archive.read(entries[_MODEL])))
     except (RefusedArchive, OSError):
@@ -121,7 +122,7 @@ def _check_examples(pickled: bytes) -> None:
         if pickled:
             torch.load(io.BytesIO(pickled), weights_only=True)
     except Exception as error:
-        raise RefusedArchive("its example inputs are more than tensors and numbers") from error
+        raise RefusedArchive("its example inputs are not only tensors and numbers") from error
 
 
 def _check_program(data: Any) -> None:
@@ -144,7 +145,7 @@ def _check_program(data: Any) -> None:
                 check_tree(part[key])
         for symbol in part.get("range_constraints") or ():
             if _HIGH_NUMBER.match(symbol):  # torch counts up to it
-                raise RefusedArchive(f"{symbol[:40]!r} is not the name of a size")
+                raise RefusedArchive(f"invalid symbol name {symbol[:40]!r}")
 
 
 def _check_target(target: str) -> None:
@@ -164,18 +165,18 @@ def load_program(path: Path) -> ExportedProgram:
     """
     with path.open("rb"):
         pass
-    remedy = "Write one with torch.export.save(torch.export.export(model, inputs), 'model.pt2')."
+    remedy = "Create one with torch.export.save(torch.export.export(model, inputs), 'model.pt2')."
     other = _other_kind(path)
     if other is not None:
-        raise UserError(f"{path} is not an archive of torch.export: {other}. {remedy}")
+        raise UserError(f"{path} is not a torch.export archive: {other}. {remedy}")
     try:
         with checked(path) as file:
             # torch.export.load, without its logging of errors, whose causes it does not raise
             program = load_pt2(file).exported_programs["model"]
     except RefusedArchive as refusal:
         raise UserError(
-            f"{path} is refused: {refusal}. Where you trust it, read it with torch.export.load in "
-            "Python, and pass the program to qompose.quantize."
+            f"{path} is rejected: {refusal}. If you trust it, load it with torch.export.load "
+            "in Python and pass the program to qompose.quantize."
         ) from refusal
     except Exception as error:
         raise UserError(
@@ -192,13 +193,15 @@ def _other_kind(path: Path) -> str | None:
             names = {name.rpartition("/")[2] for name in archive.namelist()}
         if "archive_format" in names:
             return None
-        return "torch.save wrote it" if "data.pkl" in names else "it is some other zip archive"
+        return (
+            "it was written by torch.save"
+            if "data.pkl" in names
+            else "it is another kind of zip archive"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             if "qompose" in (file.metadata() or {}):
-                return (
-                    f"it holds a model that is quantized already (`qompose report {path}` shows it)"
-                )
+                return f"it contains an already quantized model (see `qompose report {path}`)"
             return "it is a safetensors file"
     except SafetensorError:
         return "it is not a zip archive"
@@ -228,7 +231,10 @@ def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
         model,
         stages=("converted", "reference"),
         function="export_pt2",
-        remedy="Pass what convert_pt2e returned; kernels of a lowered model are not torch's.",
+        remedy=(
+            "Pass the model that convert_pt2e returned; a lowered model has kernels from outside "
+            "torch."
+        ),
     )
     if not isinstance(path, (str, os.PathLike)) or Path(path).suffix != ".pt2":
         raise UserError(f"export_pt2 expects the path of a .pt2 file, got {path!r}")

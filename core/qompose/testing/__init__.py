@@ -17,7 +17,7 @@ try:
     import pytest as _pytest
 except ImportError as error:  # pragma: no cover - the tests of this package need it
     raise ImportError(
-        'qompose.testing needs pytest, which comes with an extra: pip install "qompose[testing]"'
+        'qompose.testing requires pytest; install it with pip install "qompose[testing]"'
     ) from error
 
 from qompose.testing.algorithm_contract import AlgorithmContract

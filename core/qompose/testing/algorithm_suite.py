@@ -54,16 +54,19 @@ class AlgorithmSuite:
         if isinstance(self.chosen, str) or not isinstance(self.most_lost, (int, float)):
             raise ContractError(
                 self.subject,
-                expected="a sequence of `backends`, and a number of dB as `most_lost`",
+                expected="`backends` is a sequence and `most_lost` a number of dB",
                 found=f"backends={self.chosen!r}, most_lost={self.most_lost!r}",
-                remedy="correct the attributes of the class",
+                remedy="fix these class attributes",
             )
         if not self.places:
             raise ContractError(
                 self.subject,
-                expected="an installed backend with a configuration that may ask for it",
+                expected="an installed backend with a configuration that can request it",
                 found=self._refused or ", ".join(self.suites) or "no backend",
-                remedy="install a backend with weights, and ask for what configurations accept",
+                remedy=(
+                    "install a backend that quantizes weights, with configurations that support "
+                    "the algorithm"
+                ),
             )
 
     @cached_property
@@ -74,17 +77,19 @@ class AlgorithmSuite:
             ContractError: there is none, or it has no word.
         """
         subject = f"algorithm {self.source!r}"
-        remedy = "set `algorithm` to its word or an object, or correct its module or entry point"
-        with expecting(subject, "that it is installed and loads", remedy):
+        remedy = "set `algorithm` to its name or an object, or fix its module or entry point"
+        with expecting(subject, "it is installed and can be loaded", remedy):
             found = self._of_word(self.source) if isinstance(self.source, str) else self.source
             made = found if isinstance(found, Algorithm) else found()
         if not isinstance(made, Algorithm) or not (made.word and isinstance(made.word, str)):
             raise ContractError(
                 subject,
-                expected="a qompose.algorithms.Algorithm that has a word",
+                expected="a qompose.algorithms.Algorithm with a `word`",
                 found=repr(made),
-                remedy="set `algorithm` to a word, an Algorithm or a function that returns one, and give its "
-                "class a word",
+                remedy=(
+                    "set `algorithm` to a name, an Algorithm or a function that returns one, and "
+                    "set `word` on its class"
+                ),
             )
         return made
 

@@ -36,10 +36,12 @@ def says_what_it_did(suite: AlgorithmSuite, place: Place) -> None:
     if not any(suite.algorithm.word in line for line in (*found.rewrites, *found.notes)):
         raise ContractError(
             _about(suite, trial),
-            expected="a line of the report that begins with its word",
+            expected="a line of the report that starts with its name",
             found="; ".join((*found.rewrites, *found.notes)) or "no line",
-            remedy="change products through `change_products`: return what was done, or raise NotChanged "
-            "with the reason",
+            remedy=(
+                "change weights through `change_products`: return what was done, or raise "
+                "NotChanged with a reason"
+            ),
         )
 
 
@@ -50,20 +52,23 @@ def repeats(suite: AlgorithmSuite, place: Place) -> None:
     if not torch.equal(before, torch.random.get_rng_state()):
         raise ContractError(
             _about(suite, trial),
-            expected="torch's random state as it was",
-            found="another one",
-            remedy="draw from a torch.Generator of your own, with a fixed seed",
+            expected="torch's random state is unchanged",
+            found="it changed",
+            remedy="draw from a separate torch.Generator with a fixed seed",
         )
     prepared = _calibrated(trial, _data(trial))
     again = [convert_pt2e(prepared), convert_pt2e(prepared)]
-    for name, model in zip(("prepared anew", "converted again"), again, strict=True):
+    for name, model in zip(("prepared again", "converted again"), again, strict=True):
         changed = [key for key in first.state_dict() if not _equal(first, model, key)]
         if changed:
             raise ContractError(
                 _about(suite, trial),
                 expected=f"the same parameters when the model is {name}",
-                found=f"others in {', '.join(changed)}",
-                remedy="keep no state between products or conversions, and change only what `found` holds",
+                found=f"different values in {', '.join(changed)}",
+                remedy=(
+                    "do not keep state between layers or conversions, and change only what "
+                    "`found` holds"
+                ),
             )
 
 
@@ -83,9 +88,9 @@ def leaves_the_program_alone(suite: AlgorithmSuite, place: Place) -> None:
     if changed:
         raise ContractError(
             _about(suite, trial),
-            expected="the program and its observers as they were",
-            found=f"other values in {', '.join(changed)}",
-            remedy="write into no tensor that `found` gives, and return new ones",
+            expected="the program and its observers are unchanged",
+            found=f"different values in {', '.join(changed)}",
+            remedy="do not write to tensors from `found`; return new ones",
         )
 
 
@@ -97,7 +102,10 @@ def takes_data_in_parts(suite: AlgorithmSuite, place: Place) -> None:
     trial = suite.trial(place)
     wanted, data = _converted(suite, trial), _data(trial)
     if type(suite.algorithm).learns is Algorithm.learns:
-        others = {"in parts": _merged(trial, data), "reversed": _calibrated(trial, data[::-1])}
+        others = {
+            "split into parts": _merged(trial, data),
+            "reversed": _calibrated(trial, data[::-1]),
+        }
     else:  # it needs all data at once
         others = {"reversed": _calibrated(trial, data[::-1])}
     for name, prepared in others.items():
@@ -106,9 +114,9 @@ def takes_data_in_parts(suite: AlgorithmSuite, place: Place) -> None:
         if other > _MOST_OTHER:
             raise ContractError(
                 _about(suite, trial),
-                expected=f"the same integers where the data comes {name}",
+                expected=f"the same integers when the data is {name}",
                 found=f"{other:.2%} of them differ",
-                remedy="go by the statistics that `found` has, which are merged exactly, and by nothing else",
+                remedy="use only the statistics in `found`, which are merged exactly",
             )
 
 
@@ -121,10 +129,12 @@ def loses_little(suite: AlgorithmSuite, place: Place) -> None:
     if not after >= before - suite.most_lost:
         raise ContractError(
             _about(suite, trial),
-            expected=f"at least {before - suite.most_lost:.1f} dB, {suite.most_lost:g} less than rounding to "
-            "nearest (most_lost)",
+            expected=(
+                f"at least {before - suite.most_lost:.1f} dB, at most {suite.most_lost:g} dB "
+                "below rounding to nearest (most_lost)"
+            ),
             found=f"{after:.1f} dB",
-            remedy="judge a change on data held back, and raise NotChanged where it does not help",
+            remedy="evaluate a change on held-out data, and raise NotChanged if it does not help",
         )
 
 
@@ -139,23 +149,23 @@ def takes_odd_data(suite: AlgorithmSuite, place: Place) -> None:
         except MemberError as error:
             raise ContractError(
                 f"{_about(suite, trial)}, calibrated with {kind}",
-                expected="that it learns, or an error of qompose's that says why not",
+                expected="it learns, or raises a qompose error with a reason",
                 found=str(error),
-                remedy="check what the block gives, and raise NotChanged with the reason",
+                remedy="check the data of the block, and raise NotChanged with a reason",
             ) from error
         except UserError:
             continue
         with expecting(
             f"{_about(suite, trial)}, calibrated with {kind}",
-            "that it converts, or an error of qompose's that says why not",
-            "check what the statistics hold, and raise NotChanged with the reason",
+            "it converts, or raises a qompose error with a reason",
+            "check the statistics, and raise NotChanged with a reason",
         ):
             found = _convert_or_refuse(prepared)
         usual = trial.batches("evaluation", 1)[0]
         if found is not None and not all(bool(x.isfinite().all()) for x in outputs(found, usual)):
             raise ContractError(
                 f"{_about(suite, trial)}, calibrated with {kind}",
-                expected="finite outputs on usual data",
+                expected="finite outputs on ordinary data",
                 found="NaN or infinity",
                 remedy="check that errors and factors are finite, and raise NotChanged otherwise",
             )
@@ -169,7 +179,7 @@ def reaches_kernels(suite: AlgorithmSuite, place: Place) -> None:
     try:
         backend.require(matches_reference, suite.trial(place, asked=False), TORCH_TARGET.name)
     except Blocked as reason:
-        raise NotApplicable(f"{reason}, without an algorithm too") from reason
+        raise NotApplicable(f"{reason} (also without the algorithm)") from reason
     backend.judge(matches_reference, trial, TORCH_TARGET.name)
 
 
@@ -181,8 +191,8 @@ def is_saved(suite: AlgorithmSuite, place: Place) -> None:
         tempfile.TemporaryDirectory() as folder,
         expecting(
             _about(suite, trial),
-            "qompose.save and qompose.load to take the model",
-            "see what the record holds",
+            "qompose.save and qompose.load support the model",
+            "check what is stored in the record",
         ),
     ):
         file = Path(folder, "model.qompose")
@@ -194,7 +204,7 @@ def is_saved(suite: AlgorithmSuite, place: Place) -> None:
             _about(suite, trial),
             expected="the same outputs after qompose.save and qompose.load",
             found="others",
-            remedy="decide through `set_integers` and the parameters that `found` holds",
+            remedy="change weights only through `set_integers` and the parameters in `found`",
         )
 
 
@@ -204,9 +214,9 @@ def equals_its_copy(suite: AlgorithmSuite) -> None:
     if copied != algorithm and not isinstance(suite.source, str):
         raise ContractError(
             suite.subject,
-            expected="a copy that is equal",
-            found=f"{copied!r} is another than {algorithm!r}",
-            remedy="make the class a frozen dataclass, whose fields are its options",
+            expected="a copy equals the original",
+            found=f"{copied!r} != {algorithm!r}",
+            remedy="make the class a frozen dataclass with its options as fields",
         )
 
 
@@ -239,15 +249,15 @@ def _merged(trial: Trial, data: Sequence[Inputs]) -> GraphModule:
 
 
 def _convert(suite: AlgorithmSuite, trial: Trial, prepared: GraphModule) -> GraphModule:
-    remedy = "raise NotChanged with the reason where it cannot be done"
-    with expecting(_about(suite, trial), "convert_pt2e to make a Q/DQ model", remedy):
+    remedy = "raise NotChanged with a reason if it cannot be applied"
+    with expecting(_about(suite, trial), "convert_pt2e returns a Q/DQ model", remedy):
         return convert_pt2e(prepared)
 
 
 def _converted(suite: AlgorithmSuite, trial: Trial) -> GraphModule:
     """Return the Q/DQ model of all data, made once."""
     made: GraphModule = trial.keep(
-        "converted with plenty of data",
+        "converted with sufficient data",
         lambda: _convert(suite, trial, _calibrated(trial, _data(trial))),
     )
     return made
@@ -295,7 +305,7 @@ def _odd(trial: Trial) -> dict[str, list[Inputs]]:
 
     return {
         "one batch": usual[:1],
-        "the same batch again and again": usual[:1] * BATCHES,
+        "the same batch repeated": usual[:1] * BATCHES,
         "zeros": each("zeros"),
         "a dead channel": each("dead"),
         "values of 1e30": each("huge"),

@@ -77,7 +77,7 @@ def is_listed(suite: Suite, case: Case) -> None:
     if len(rows) != 1 or not answer or not rows[0].drawing:
         raise ContractError(
             subject,
-            expected="one row in the capability table, with a drawing, and `supports` to say yes",
+            expected="one row in the capability table with a drawing, and `supports` returns yes",
             found=f"{len(rows)} rows, and {answer.reason or 'yes'}",
             remedy="give each rule a unique name and a drawing",
         )
@@ -85,9 +85,9 @@ def is_listed(suite: Suite, case: Case) -> None:
     if unknown or not rule.kernels:
         raise ContractError(
             subject,
-            expected=f"kernels for targets among {', '.join(sorted(suite.known_targets))}",
+            expected=f"kernels only for the targets {', '.join(sorted(suite.known_targets))}",
             found=f"kernels for {', '.join(sorted(rule.kernels)) or 'no target'}",
-            remedy='name a target that an installed backend brings, or "torch"',
+            remedy='use a target of an installed backend, or "torch"',
         )
 
 
@@ -104,16 +104,16 @@ def loads(suite: Suite) -> None:
     if backend.api_version != API_VERSION:
         raise ContractError(
             _subject(backend),
-            expected=f"api_version = {API_VERSION}, the version of this release of qompose",
+            expected=f"api_version = {API_VERSION}, the version of this qompose release",
             found=f"api_version = {backend.api_version!r}",
-            remedy="write the number into the class, and see the changelog for the changes",
+            remedy="set api_version to that number; the changelog lists the changes",
         )
     if suite.no_quantizer is not None:
         raise ContractError(
             _subject(backend),
-            expected="quantizer_class to make a qompose.Quantizer",
+            expected="quantizer_class returns a qompose.Quantizer",
             found=suite.no_quantizer,
-            remedy="name a subclass of qompose.RuleQuantizer, or leave quantizer_class out",
+            remedy="use a subclass of qompose.RuleQuantizer, or remove quantizer_class",
         )
 
 
@@ -130,9 +130,9 @@ def says_availability(suite: Suite) -> None:
         if answer is not None and not (isinstance(answer, str) and answer.strip()):
             raise ContractError(
                 f"{_subject(backend)}, {name}",
-                expected="None if it can be used here, else the reason as text",
+                expected="None if it can be used here, otherwise a reason as a string",
                 found=repr(answer),
-                remedy='return None or a sentence such as "the package x is missing: pip install x"',
+                remedy='return None or a sentence such as "the package x is not installed; pip install x"',
             )
 
 
@@ -144,11 +144,11 @@ def has_rules(suite: Suite) -> None:
     if twice or not counts or "" in counts:
         raise ContractError(
             _subject(backend),
-            expected="rules, each with a unique name",
-            found=f"several rules of one name: {', '.join(twice)}"
+            expected="rules with unique names",
+            found=f"several rules have the same name: {', '.join(twice)}"
             if twice
             else f"rules {[*counts]}",
-            remedy="give each rule another name: reports and capability tables refer to it",
+            remedy="give each rule a unique name, which reports and capability tables refer to",
         )
 
 
@@ -159,8 +159,8 @@ def has_configs(suite: Suite) -> None:
         raise ContractError(
             _subject(backend),
             expected="named configurations, the first of which is the default",
-            found=f"{len(backend.configs)} configurations, and the default {backend.default_config}",
-            remedy="set the attribute `configs`, and leave default_config as it is",
+            found=f"{len(backend.configs)} configurations, with the default {backend.default_config}",
+            remedy="set the attribute `configs`, and do not override default_config",
         )
     for name, config in backend.configs.items():
         subject = f"{_subject(backend)}, config {name!r}"
@@ -169,18 +169,20 @@ def has_configs(suite: Suite) -> None:
                 subject,
                 expected="a qompose.QuantizationConfig",
                 found=repr(config),
-                remedy="give the configuration itself, not a function that returns it",
+                remedy="pass the configuration itself, not a function that returns it",
             )
         objections = [rule.objection(config) for rule in backend.rules]
         if all(objections):
             raise ContractError(
                 subject,
-                expected="a rule that can follow it",
+                expected="a rule that supports it",
                 found="; ".join(dict.fromkeys(map(str, objections))),
-                remedy="drop the configuration, or let a rule take it",
+                remedy="remove the configuration, or add a rule that supports it",
             )
         with expecting(
-            subject, "set_global to take it", "let the rules with a weight take it, or drop it"
+            subject,
+            "set_global accepts it",
+            "make the rules with a weight support it, or remove it",
         ):
             suite.quantizer(config)
     for rule in backend.rules:
@@ -189,9 +191,12 @@ def has_configs(suite: Suite) -> None:
             lacking = ", ".join(sorted(rule.modes - tried - {ACTIVATION_ONLY}))
             raise ContractError(
                 f"{_subject(backend)}, rule {rule.name!r}",
-                expected=f"a named configuration that the rule follows for each of its modes: {lacking}",
-                found=f"it follows {', '.join(suite.fitting(rule)) or 'none'}",
-                remedy="name such a configuration, so that the mode is tested, or drop the mode of the rule",
+                expected=f"a named configuration for each mode of the rule: {lacking}",
+                found=f"it supports {', '.join(suite.fitting(rule)) or 'none'}",
+                remedy=(
+                    "add such a configuration so that the mode is tested, or remove the mode "
+                    "from the rule"
+                ),
             )
 
 
@@ -226,7 +231,7 @@ class Gathering:
     def __post_init__(self) -> None:
         self.trials = list(self._sound_trials())
         if not self.trials:
-            raise NotApplicable(f"no row of config {self.name!r} annotates and converts")
+            raise NotApplicable(f"no row of config {self.name!r} is annotated and converted")
         self.model = _AllRows(
             [trial.model for trial in self.trials],
             [len(trial.batches("calibration", 1)[0]) for trial in self.trials],
@@ -282,12 +287,13 @@ def saves(suite: Suite, name: str) -> None:
     rows = gathering(suite, name)
     subject = f"backend {suite.backend.name!r}, config {name!r}, one model of all rows"
     remedy = (
-        "let kernels and patterns be functions of the graph alone, and hold no state of a model"
+        "make kernels and patterns depend only on the graph, and do not keep a model's state "
+        "in them"
     )
     converted, batch = rows.converted(suite.quantizer(suite.backend.configs[name])), rows.batches[0]
     loaded = _through_a_file(converted, subject)
     wanted = outputs(converted, batch)
-    expected = "outputs of the loaded model that are equal bit for bit"
+    expected = "the loaded model returns bit-identical outputs"
     expect_equal(subject, expected, outputs(loaded, batch), wanted, remedy)
     if not suite.in_process:
         return
@@ -299,20 +305,20 @@ def saves(suite: Suite, name: str) -> None:
     if kernels[0] != kernels[1]:
         raise ContractError(
             subject,
-            expected="the loaded model to lower to the same kernels",
+            expected="the loaded model lowers to the same kernels",
             found=str(next((a, b) for a, b in zip(*kernels, strict=True) if a != b)),
             remedy=remedy,
         )
     wanted = outputs(first, batch)
-    expected = "outputs of what the loaded model lowers to that are equal bit for bit"
+    expected = "the lowered loaded model returns bit-identical outputs"
     expect_equal(subject, expected, outputs(again, batch), wanted, remedy)
 
 
 def _through_a_file(converted: GraphModule, subject: str) -> GraphModule:
-    remedy = "rewrite graphs with operators of torch and registered custom ones only"
+    remedy = "rewrite graphs only with torch operators and registered custom operators"
     with (
         tempfile.TemporaryDirectory() as folder,
-        expecting(subject, "save and load to take the converted model", remedy),
+        expecting(subject, "save and load support the converted model", remedy),
     ):
         path = Path(folder) / "rows.qompose"
         save(converted, path)
@@ -326,7 +332,7 @@ def _lowered(model: GraphModule) -> Any:
         return lower(model, "torch")
 
 
-_ALONE = "let no rule, guard, kernel or hook assume that it is of the only quantizer"
+_ALONE = "rules, guards, kernels and hooks must also work next to other quantizers"
 
 
 def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
@@ -337,16 +343,16 @@ def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
     members = (own, other) if first else (other, own)
     subject = (
         f"backend {suite.backend.name!r}, config {name!r}, composed with {partner!r} "
-        f"({'before' if first else 'behind'} it)"
+        f"({'before' if first else 'after'} it)"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QomposeWarning)
-        with expecting(subject, "a composition to prepare and convert", _ALONE):
+        with expecting(subject, "the composition can be prepared and converted", _ALONE):
             converted = rows.converted(*members)
         lowered: Any = converted
         in_process = _all_in_process(suite, converted)
         if in_process:
-            with expecting(subject, "a composition to lower to 'torch'", _ALONE):
+            with expecting(subject, "the composition can be lowered to 'torch'", _ALONE):
                 lowered = lower(converted, "torch")
     for stage in (converted, lowered):
         _check_quality(suite, rows, subject, stage)
@@ -386,7 +392,10 @@ def _check_quality(suite: Suite, rows: Gathering, subject: str, model: Any) -> N
             f"{subject}, {model.meta[META_KEY].stage}",
             expected=f"at least {least:.3g} dB on each row (min_sqnr)",
             found=f"{sqnr(wanted[worst], actual[worst]):.1f} dB in output {worst}",
-            remedy="see which specifications meet there, and whether the kernel reads those of its inputs",
+            remedy=(
+                "check which specifications meet there, and whether the kernel reads those of "
+                "its inputs"
+            ),
         )
 
 
@@ -400,9 +409,9 @@ def _check_report(subject: str, found: Report, members: set[str]) -> None:
         ):
             raise ContractError(
                 subject,
-                expected="an owner, or a reason, for every operator in the report",
+                expected="an owner or a reason for every operator in the report",
                 found=str(row),
-                remedy="let kernels and guards return the reason of a refusal",
+                remedy="return a reason from kernels and guards when they reject an operator",
             )
 
 
@@ -443,7 +452,7 @@ def representative(suite: Suite) -> Trial:
         if trial.model.front is None and len(trial.operators) == len(trial.claims) == 1:
             return trial
     raise blocked or NotApplicable(
-        "no rule takes a single operator without a condition on its surroundings"
+        "no rule matches a single operator without conditions on its surroundings"
     )
 
 
@@ -457,10 +466,10 @@ def most_specific_wins(suite: Suite, lower: str, higher: str) -> None:
         if (operator.claim is not None) != (wanted is not None):
             raise ContractError(
                 subject,
-                expected=f"{higher} to decide, as it is more specific",
+                expected=f"{higher} decides, because it is more specific",
                 found=f"{operator.name} is "
                 + ("quantized" if operator.claim is not None else f"float: {operator.reason}"),
-                remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
+                remedy="do not override the set_ methods of qompose.RuleQuantizer",
             )
 
 
@@ -471,9 +480,9 @@ def _operator(
     (claim,) = trial.claims
     target = next(n.target for n in nodes_in(trial.prepared) if n.name == claim.anchor)
     quantizer = suite.bare_quantizer()
-    remedy = "let the quantizer be a qompose.RuleQuantizer"
+    remedy = "derive the quantizer from qompose.RuleQuantizer"
     with (
-        expecting(subject, "prepare_pt2e to follow selectors", remedy),
+        expecting(subject, "prepare_pt2e follows selectors", remedy),
         warnings.catch_warnings(),
     ):
         for level, config in settings.items():
@@ -500,9 +509,12 @@ def imports_public_names(suite: Suite) -> None:
         for line, name in sorted(_private(tree)):
             raise ContractError(
                 f"backend {suite.backend.name!r}, {path.name}, line {line}",
-                expected="imports of public names only",
+                expected="only public names are imported",
                 found=name,
-                remedy="use the names that qompose or a public submodule lists in `__all__`, or ask for more",
+                remedy=(
+                    "use names in `__all__` of qompose or of a public submodule, or open an "
+                    "issue to request one"
+                ),
             )
 
 

@@ -50,14 +50,14 @@ def behaves(suite: Suite, trial: Trial, target: str) -> None:
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
     first = [x.clone() for x in outputs(lowered, batch)]
     expect_equal(
-        trial.on(target), "the same outputs each time", outputs(lowered, batch), first,
-        "let the kernel depend on its arguments alone, and keep no results",
+        trial.on(target), "the same outputs in every call", outputs(lowered, batch), first,
+        "make the kernel depend only on its arguments, and do not cache results",
     )  # fmt: skip
     if isinstance(lowered, nn.Module):
         copied = outputs(_copy(trial, target), batch)
         expect_equal(
             trial.on(target), "the same outputs from a deep copy", copied, first,
-            "keep packed weights in a side table, not in the model",
+            "store packed weights in a side table, not in the model",
         )  # fmt: skip
         _check_fake(trial, target, batch, first)
     if isinstance(lowered, GraphModule):
@@ -65,9 +65,9 @@ def behaves(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def _copy(trial: Trial, target: str) -> Any:
-    remedy = "keep in the model only tensors; pack weights on first use, in a side table"
+    remedy = "store only tensors in the model; pack weights on first use, in a side table"
     with (
-        expecting(trial.on(target), "copy.deepcopy to copy the lowered model", remedy),
+        expecting(trial.on(target), "copy.deepcopy supports the lowered model", remedy),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies argument trees so
@@ -77,8 +77,11 @@ def _copy(trial: Trial, target: str) -> Any:
 def _check_fake(trial: Trial, target: str, batch: Inputs, wanted: Sequence[Tensor]) -> None:
     """Check that shapes and types are known without computing, as torch.export and torch.compile need."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    expected = "shapes and dtypes of the outputs from fake tensors"
-    remedy = "register a fake (torch.library.register_fake) that gives the shape and dtype of each operator"
+    expected = "fake tensors give the shapes and dtypes of the outputs"
+    remedy = (
+        "register a fake kernel (torch.library.register_fake) with the shape and dtype of each "
+        "operator"
+    )
     with expecting(trial.on(target), expected, remedy), mode, torch.no_grad():
         fake = tensors_of(trial.lowered(target)(*(mode.from_tensor(x) for x in batch)))
     if kinds_of(fake) != kinds_of(wanted):
@@ -131,10 +134,15 @@ def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
         if any(others):
             raise ContractError(
                 trial.on(target),
-                expected=f"fake tensors like what {node.name} ({operator_name(node.target)}) returns: "
-                f"{found}",
+                expected=(
+                    f"fake tensors that match what {node.name} ({operator_name(node.target)}) "
+                    f"returns: {found}"
+                ),
                 found=" and ".join(filter(None, others)),
-                remedy="let the fake kernel and the dtype given to Region.call match the kernel's result",
+                remedy=(
+                    "make the fake kernel and the dtype passed to Region.call match the result "
+                    "of the kernel"
+                ),
             )
 
 
@@ -142,14 +150,14 @@ def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
     """The kernel writes to none of its inputs, floats or integers."""
     suite.require(matches_reference, suite.plain(trial), target)
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
-    remedy = "write to none of the kernel's arguments; copy first"
+    remedy = "do not write to the arguments of the kernel; copy them first"
     given = copies(batch)
     with torch.no_grad():
         _, *after = tensors_of(lowered(*given))
     _, *wanted = outputs(trial.converted, batch)
     subject = trial.on(target)
-    expect_equal(subject, "inputs of the model as they were", given, batch, remedy)
-    expect_equal(subject, "integers that the kernel read as they were", after, wanted, remedy)
+    expect_equal(subject, "inputs of the model are unchanged", given, batch, remedy)
+    expect_equal(subject, "integers that the kernel read are unchanged", after, wanted, remedy)
 
 
 def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
@@ -160,14 +168,14 @@ def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
         trial.converted  # noqa: B018
     except Exception as error:
         raise Blocked("test_annotates or test_converts", str(trial)) from error
-    remedy = "take sizes from the tensors, not from the example's shapes"
-    with expecting(trial.on(target), "a model for batches of any size", remedy):
+    remedy = "read sizes from the tensors, not from the shapes of the example"
+    with expecting(trial.on(target), "a model that accepts any batch size", remedy):
         lowered = trial.lowered(target)
     steps, (_, example) = steps_of(trial.converted), trial.all_inputs[0]
     for size in (2, 7, 13):
         batch = resized(example, size)
         wanted = outputs(trial.converted, batch)
-        expected = f"what the simulated (Q/DQ) model gives for a batch of {size}"
+        expected = f"the outputs of the simulated (Q/DQ) model for a batch of {size}"
         with expecting(trial.on(target), expected, remedy):
             actual = outputs(lowered, batch)
         found = first_difference(wanted, actual, steps, suite.tolerance(trial))
@@ -187,7 +195,7 @@ def state() -> dict[str, str]:
         "torch's default device": str(torch.get_default_device()),
         "grad mode": str(torch.is_grad_enabled()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
         "number of threads": str(torch.get_num_threads()),
         "quantized engine": str(torch.backends.quantized.engine),
         "torch.backends.mkldnn": str(torch.backends.mkldnn.enabled),
@@ -206,11 +214,11 @@ def changes(action: Callable[[], object]) -> list[str]:
         action()
     after = state()
     found = [
-        f"{name} was {before[name]:.200} and is {after[name]:.200}"
+        f"{name} changed from {before[name]:.200} to {after[name]:.200}"
         for name in before
         if before[name] != after[name]
     ]
-    return [*found, *([f"it prints {printed.getvalue()[:200]!r}"] if printed.getvalue() else [])]
+    return [*found, *([f"it printed {printed.getvalue()[:200]!r}"] if printed.getvalue() else [])]
 
 
 _IMPORT = """
@@ -226,13 +234,13 @@ def imports_cleanly(suite: Suite) -> None:
     """Importing the backend changes nothing else in the process."""
     source = suite.source
     if not isinstance(source, str):
-        raise NotApplicable("the backend is not installed: it has no entry point")
+        raise NotApplicable("the backend has no entry point")
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, source], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise Blocked("test_loads", f"backend {source!r} in a process of its own: {done.stderr}")
-    _expect_nothing(f"backend {source!r}, when it is imported", json.loads(done.stdout))
+        raise Blocked("test_loads", f"backend {source!r} in a separate process: {done.stderr}")
+    _expect_nothing(f"backend {source!r}, on import", json.loads(done.stdout))
 
 
 @contextmanager
@@ -272,7 +280,7 @@ def works_cleanly(suite: Suite) -> None:
     use()  # loads what is loaded at first use
     with _defaults():
         found = changes(use)
-    _expect_nothing(f"backend {suite.backend.name!r}, when it is used", found)
+    _expect_nothing(f"backend {suite.backend.name!r}, in use", found)
 
 
 def _sound_rows(suite: Suite) -> Iterator[tuple[Trial, str]]:
@@ -294,17 +302,17 @@ def _expect_nothing(subject: str, found: list[str]) -> None:
     if found:
         raise ContractError(
             subject,
-            expected="no change of global settings of the process, and nothing printed",
+            expected="global settings of the process are unchanged, and nothing is printed",
             found="; ".join(found),
-            remedy="change such settings in a context manager, while they are needed, and print nothing",
+            remedy="change such settings only in a context manager, and print nothing",
         )
 
 
 LEAST_SQNR = 40.0
 """The least ratio between the trained and the deployed model, in decibels."""
 _TRAINABLE = (
-    "see that the rule's specifications can be fake-quantized, and that its guard takes the configuration of "
-    "`training_config`"
+    "make sure that the specifications of the rule can be fake-quantized, and that its guard "
+    "accepts the configuration of `training_config`"
 )
 
 
@@ -317,13 +325,17 @@ def trains(suite: Suite, trial: Trial) -> None:
     config = training_config(trial.terms.config)
     terms = replace(trial.terms, config=config)
     with (
-        expecting(f"{trial}, in training", "prepare_qat_pt2e, a step and convert_pt2e", _TRAINABLE),
+        expecting(
+            f"{trial}, in training",
+            "prepare_qat_pt2e, a training step and convert_pt2e succeed",
+            _TRAINABLE,
+        ),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", QomposeWarning)
         prepared = prepare_qat_pt2e(trial.built.program, quantizer_for(terms, trial.model))
         if not terms.claims_in(prepared):
-            raise _failure(trial, "the rule to claim its example", "nothing is claimed")
+            raise _failure(trial, "the rule claims its example", "nothing was claimed")
         _train(trial, prepared)
         simulated = [outputs(prepared, batch) for batch in trial.batches("calibration")]
         converted = convert_pt2e(prepared)
@@ -351,7 +363,9 @@ def _train(trial: Trial, prepared: GraphModule) -> None:
     gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
     lost = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     if lost:
-        raise _failure(trial, "finite gradients", f"those of {', '.join(lost)} are not")
+        raise _failure(
+            trial, "finite gradients", f"the gradients of {', '.join(lost)} are not finite"
+        )
     prepared.eval().apply(disable_observer)
 
 

@@ -42,7 +42,7 @@ from qompose.testing.variations import (
     of_shapes,
 )
 
-_RUNS = "a refusal with a reason, or a model that runs"
+_RUNS = "a rejection with a reason, or a model that runs"
 
 
 def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
@@ -63,7 +63,7 @@ def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
         if found is not None:
             raise ContractError(
                 trial.on(target),
-                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
+                expected=f"at most {MOST_OFF:.0%} of the values differ by one step from {what}",
                 found=found,
                 remedy="round once, to the nearest integer, half to even; do not truncate",
             )
@@ -73,7 +73,7 @@ def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
 
 def run_on(trial: Trial, target: str, kind: str, run: Callable[[], Any]) -> Any:
     """Return what a kernel returns on inputs of a `kind`; that it raises is a failure."""
-    with expecting(trial.on(target), f"the kernel to run on {kind}", "correct the kernel"):
+    with expecting(trial.on(target), f"the kernel runs on {kind}", "fix the kernel"):
         return run()
 
 
@@ -83,8 +83,10 @@ def expect_close(
     target: str,
     what: str,
     results: tuple[list[Tensor], list[Tensor], list[Tensor | None]],
-    remedy: str = "see zero points, the rounding (half to even, once), saturation of sums, and the "
-    "clamp to [quant_min, quant_max]",
+    remedy: str = (
+        "check zero points, rounding (half to even, once), saturation of sums, and the clamp to "
+        "[quant_min, quant_max]"
+    ),
 ) -> None:
     """Compare the kernel's outputs with a reference; `results`: the reference, the outputs, their steps."""
     bound = suite.tolerance(trial)
@@ -92,8 +94,10 @@ def expect_close(
     if found is not None:
         raise ContractError(
             trial.on(target),
-            expected=f"the kernel to agree with {what}, to one step of the output (float outputs to "
-            f"{bound:g} of the largest value)",
+            expected=(
+                f"the kernel agrees with {what} within one step of the output (float outputs "
+                f"within {bound:g} of the largest value)"
+            ),
             found=found,
             remedy=remedy,
         )
@@ -104,7 +108,7 @@ def _check_layouts(
 ) -> None:
     """Check that equal inputs in another memory layout give equal outputs."""
     lowered = trial.lowered(target)
-    kind = "inputs that are not contiguous in memory"
+    kind = "non-contiguous inputs"
     for batch in other_layouts(trial.all_inputs[0][1]):
         with torch.no_grad():
             try:
@@ -114,7 +118,7 @@ def _check_layouts(
             actual = tensors_of(run_on(trial, target, kind, partial(lowered, *batch)))
         expect_close(
             suite, trial, target, f"itself on {kind}", (known[0], actual, known[1]),
-            "use the strides of the tensors that the kernel receives, or call contiguous() first",
+            "use the strides of the tensors that the kernel gets, or call contiguous() first",
         )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_shapes(trial),
-        "use the shapes of the tensors and sum in int32 or wider, or refuse the shape in the guard",
+        "use the shapes of the tensors and sum in int32 or wider, or reject the shape in the guard",
     )  # fmt: skip
 
 
@@ -138,8 +142,8 @@ def takes_other_literals(suite: Suite, trial: Trial, target: str) -> None:
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_literals(trial),
-        "a pattern takes any literal: read them with Region.argument (what is padded has the zero point), "
-        "or refuse others in the guard",
+        "a pattern matches any literal: read literals with Region.argument (padding uses the "
+            "zero point), or reject others in the guard",
     )  # fmt: skip
 
 
@@ -157,7 +161,7 @@ def _check_variations(
                 varied.on(target),
                 expected=_RUNS,
                 found=f"{type(error).__name__}: {error}",
-                remedy="let patterns and guards take any graph",
+                remedy="make patterns and guards accept any graph",
             ) from error
         except Exception:
             continue
@@ -187,16 +191,16 @@ def refuses(suite: Suite, case: Case) -> None:
         if objection is not None and not (isinstance(objection, str) and objection.strip()):
             raise ContractError(
                 subject,
-                expected="None, or the reason of a refusal as text",
+                expected="None, or the reason for the rejection as a string",
                 found=repr(objection),
-                remedy="name in the objection what was requested and what the kernel takes",
+                remedy="say in the objection what was requested and what the kernel supports",
             )
         if objection is None and broken is not None:
             raise ContractError(
                 subject,
-                expected=f"a refusal, since `accepts` has {broken}",
-                found="the rule takes it",
-                remedy="leave Rule.objection and TensorConstraint.objection as they are, or call them",
+                expected=f"a rejection, because `accepts` has {broken}",
+                found="the rule accepts it",
+                remedy="do not override Rule.objection and TensorConstraint.objection, or call them",
             )
         if all(isinstance(other.objection(limit.config), str) for other in suite.backend.rules):
             _check_set(suite, limit, subject)
@@ -209,9 +213,9 @@ def _check_set(suite: Suite, limit: Limit, subject: str) -> None:
         return
     raise ContractError(
         subject,
-        expected="set_global to raise ConfigError, since every rule refuses the configuration",
-        found="it is accepted, and nothing would be quantized",
-        remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
+        expected="set_global raises ConfigError, because every rule rejects the configuration",
+        found="it was accepted, but nothing would be quantized",
+        remedy="do not override the set_ methods of qompose.RuleQuantizer",
     )
 
 
@@ -228,10 +232,12 @@ def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
                 raise
             raise ContractError(
                 f"backend {suite.backend.name!r}, rule {case.rule!r}, target {target!r}",
-                expected=f"{limit} to work, since `accepts` allows it ({failure.expected})",
+                expected=f"{limit} works, because `accepts` allows it ({failure.expected})",
                 found=failure.found,
-                remedy=f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or correct "
-                "the kernel",
+                remedy=(
+                    f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or "
+                    "fix the kernel"
+                ),
             ) from reason
 
 
@@ -249,7 +255,9 @@ def half_precision(suite: Suite, trial: Trial) -> None:
 
 def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
     batch = trial.batches("calibration", 1)[0]
-    remedy = "refuse other types than float32 in the guard, or give the type of the region's output"
+    remedy = (
+        "reject dtypes other than float32 in the guard, or return the dtype of the region's output"
+    )
     try:
         with expecting(trial.on(target), _RUNS, remedy):
             lowered = trial.lowered(target)
@@ -268,8 +276,8 @@ def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
     if not same or found < least:
         raise ContractError(
             trial.on(target),
-            expected=f"outputs of {_described(wanted)}, with at least {least:.3g} dB",
-            found=f"{_described(actual)}, with {found:.1f} dB",
+            expected=f"outputs of {_described(wanted)} with at least {least:.3g} dB",
+            found=f"{_described(actual)} with {found:.1f} dB",
             remedy=remedy,
         )
 

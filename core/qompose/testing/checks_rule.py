@@ -33,9 +33,9 @@ def annotates(suite: Suite, trial: Trial) -> None:
         )
     with expecting(
         str(trial),
-        "the rule to claim the operators of its own pattern",
-        "make the example run and export (give other shapes), and see that neither the rule nor its guard "
-        "raises",
+        "the rule claims the operators of its own pattern",
+        "make sure that the example runs and can be exported (set other shapes), and that "
+        "neither the rule nor its guard raises",
     ):
         operators = trial.operators
     called = [operator for operator in operators if operator.operator in _wanted(trial)]
@@ -44,7 +44,7 @@ def annotates(suite: Suite, trial: Trial) -> None:
             str(trial),
             expected=f"an example that calls {', '.join(sorted(_wanted(trial)))}",
             found=f"it calls {', '.join(o.operator for o in operators) or 'no operator'}",
-            remedy="let the example call the operator of the pattern",
+            remedy="call the operator of the pattern in the example",
         )
     _check_claims(trial, called if not example.alone else operators)
 
@@ -61,26 +61,30 @@ def _check_claims(trial: Trial, operators: Sequence[Operator]) -> None:
         if claim is None:
             raise ContractError(
                 str(trial),
-                expected=f"the rule to claim {operator.name} ({operator.operator})",
-                found=f"it stays in float: {operator.reason or 'no reason is given'}",
-                remedy="correct the pattern or the guard that refuses its own example, or give an example "
-                "that the guard takes",
+                expected=f"the rule claims {operator.name} ({operator.operator})",
+                found=f"it stays in float: {operator.reason or 'no reason given'}",
+                remedy=(
+                    "fix the pattern or the guard that rejects its own example, or use an "
+                    "example that the guard accepts"
+                ),
             )
         if (claim.owner, claim.rule) != (label, rule):
             raise ContractError(
                 str(trial),
-                expected=f"the rule to claim {operator.name} ({operator.operator})",
-                found=f"rule {claim.rule!r} of {claim.owner!r} takes it, so this row never applies",
-                remedy=f"put {rule!r} before {claim.rule!r} in the table (longest fusion first), narrow the "
-                "other's pattern, or drop the row",
+                expected=f"the rule claims {operator.name} ({operator.operator})",
+                found=f"rule {claim.rule!r} of {claim.owner!r} claims it, so this row never applies",
+                remedy=(
+                    f"put {rule!r} before {claim.rule!r} in the table (longest fusion first), "
+                    "narrow the other pattern, or remove the row"
+                ),
             )
 
 
 def converts(suite: Suite, trial: Trial) -> None:
     """The Q/DQ model is close to the float model (`min_sqnr`)."""
     suite.require(annotates, trial)
-    remedy = "see that the specifications of the rule can be followed with the data of its example"
-    with expecting(str(trial), "convert_pt2e to make a Q/DQ model", remedy):
+    remedy = "make sure that the specifications of the rule work with the data of its example"
+    with expecting(str(trial), "convert_pt2e returns a Q/DQ model", remedy):
         converted = trial.converted
     _check_kept(trial, trial.batches("evaluation", 1)[0], converted)
     found, least = _quality(trial, converted), suite.least_sqnr(trial.terms.config)
@@ -89,8 +93,10 @@ def converts(suite: Suite, trial: Trial) -> None:
             str(trial),
             expected=f"at least {least:.3g} dB between the float and the Q/DQ model (min_sqnr)",
             found=f"{found:.1f} dB",
-            remedy="see which role has too few integers, the wrong observer or the wrong axis; a rule that "
-            "shares scales must not change the size of values",
+            remedy=(
+                "check which role has too few integers, the wrong observer or the wrong axis; a "
+                "rule that shares scales must not change the magnitude of values"
+            ),
         )
 
 
@@ -100,9 +106,9 @@ def _check_kept(trial: Trial, batch: Inputs, model: GraphModule) -> None:
     if kinds_of(actual) != kinds_of(wanted):
         raise ContractError(
             str(trial),
-            expected=f"outputs like the float model's: {kinds_of(wanted)}",
+            expected=f"outputs like those of the float model: {kinds_of(wanted)}",
             found=str(kinds_of(actual)),
-            remedy="keep shape and dtype of the region's output",
+            remedy="preserve the shape and dtype of the region's output",
         )
 
 
@@ -130,7 +136,7 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
         raise Blocked("test_converts", str(trial)) from error
     promise = f"kernel {kernel.promise!r} on {target!r}"
     wanted = {k.name: FLOAT_KERNEL if k.float_arithmetic else KERNEL for k in kernel.chain}
-    remedy = "correct the kernel's emit, or the last step of the target"
+    remedy = "fix the kernel's emit, or the final step of the target"
     with expecting(trial.on(target), promise, remedy):
         lowered = trial.lowered(target)
     row_of = (trial.terms.label, trial.terms.rule.name)
@@ -142,15 +148,17 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
             trial.on(target),
             expected=promise,
             found=f"{row.name}: {row.state} {row.kernel or row.reason}" if row else "no such row",
-            remedy="let the kernel take what the row's specifications and guard admit, refuse in the guard "
-            "or in `accepts` what it cannot, or promise no kernel for the target",
+            remedy=(
+                "make the kernel support what the row's specifications and guard allow, reject "
+                "the rest in the guard or in `accepts`, or declare no kernel for the target"
+            ),
         )
     if trial.warned[f"lower {target}"]:
         raise ContractError(
             trial.on(target),
-            expected="no warning from lower",
+            expected="lower does not warn",
             found="; ".join(trial.warned[f"lower {target}"]),
-            remedy="follow the warning",
+            remedy="do what the warning says",
         )
     # The integer reference keeps exact integers in float64, and is what other kernels are compared with.
     trusted = {k.name for k in kernel.chain if k.emit is reference}
@@ -160,9 +168,9 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
     if not callable(lowered):
         raise ContractError(
             trial.on(target),
-            expected="a model that can be called",
+            expected="a callable model",
             found=repr(lowered),
-            remedy="let the model that the target's last step returns have a __call__",
+            remedy="add __call__ to the model that the target's final step returns",
         )
 
 
@@ -181,7 +189,7 @@ def _check_no_float(trial: Trial, lowered: GraphModule, target: str) -> None:
     if left:
         raise ContractError(
             trial.on(target),
-            expected="no float operator of the region beside the kernel",
+            expected="no float operator of the region remains next to the kernel",
             found=", ".join(f"{node.name} ({operator_name(node.target)})" for node in left),
             remedy="compute with the integers of Region.quantized, not with the dequantized floats",
         )
@@ -213,9 +221,9 @@ def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
     if changed:
         raise ContractError(
             trial.on(target),
-            expected="parameters as they were before the model ran",
-            found=f"other values in {', '.join(changed)}",
-            remedy="write to none of the kernel's arguments; copy first",
+            expected="parameters are unchanged after the model ran",
+            found=f"different values in {', '.join(changed)}",
+            remedy="do not write to the arguments of the kernel; copy them first",
         )
 
 
@@ -230,7 +238,10 @@ def shares(suite: Suite, trial: Trial) -> None:
         if len(groups) != 1 or not any(spec.point.user is None for spec in claim.specs):
             raise ContractError(
                 str(trial),
-                expected="one scale and zero point for the inputs and the output",
-                found=f"{len(groups)} groups of parameters for {', '.join(points)}",
-                remedy="leave sharing to `Rule(shares=True)`, or let the rule have an output of its own",
+                expected="one scale and zero point for inputs and output",
+                found=f"{len(groups)} groups of quantization parameters for {', '.join(points)}",
+                remedy=(
+                    "use `Rule(shares=True)` for sharing, or give the rule a separate output "
+                    "specification"
+                ),
             )

@@ -43,7 +43,7 @@ def test_of(
         try:
             suite.load()
         except ContractError:
-            pytest.skip("test_loads fails: fix that first")
+            pytest.skip("test_loads fails; fix it first")
         reason = suite.why_not(given["target"]) if "target" in given else None
         if reason is not None:
             pytest.skip(f"target {given['target']!r}: {reason}")
@@ -107,8 +107,9 @@ class Contract:
         if changed:
             pytest.fail(
                 f"{type(self).__qualname__} overrides or deletes {', '.join(changed)}\n"
-                f"  expected: every test of qompose.testing.{whole.__name__} as it is\n"
-                "  remedy:   mark an override with pytest.mark.xfail(reason=...), and call super()",
+                f"  expected: every test of qompose.testing.{whole.__name__} unchanged\n"
+                "  remedy:   mark an override with pytest.mark.xfail(reason=...), and call "
+                "super()",
                 pytrace=False,
             )
 
@@ -118,7 +119,8 @@ class Contract:
             cls._whole = cls
         if "test_contract_is_whole" in vars(cls):
             raise TypeError(
-                f"{cls.__qualname__} overrides test_contract_is_whole, which watches the other tests"
+                f"{cls.__qualname__} must not override test_contract_is_whole, which checks "
+                "the other tests"
             )
 
 

@@ -57,7 +57,7 @@ class Blocked(NotApplicable):
     """A check depends on another one that fails, and is skipped."""
 
     def __init__(self, check: str, subject: str) -> None:
-        super().__init__(f"{check} fails for {subject}: fix that first")
+        super().__init__(f"{check} fails for {subject}; fix it first")
 
 
 @contextmanager
@@ -320,7 +320,7 @@ def expect_equal(
 ) -> None:
     """Raise `ContractError` unless two lists of outputs are equal bit for bit."""
     if len(actual) != len(wanted) or not all(map(torch.equal, actual, wanted)):
-        found = first_difference(wanted, actual, [None] * len(wanted), 1e-12) or "other values"
+        found = first_difference(wanted, actual, [None] * len(wanted), 1e-12) or "different values"
         raise ContractError(subject, expected=expected, found=found, remedy=remedy)
 
 
@@ -356,9 +356,9 @@ def difference(reference: Tensor, actual: Tensor, step: Tensor | None, part: flo
         part: the part of the largest magnitude in `reference` by which floats may be off.
     """
     if reference.shape != actual.shape:
-        return f"shape {tuple(actual.shape)}, and the reference has {tuple(reference.shape)}"
+        return f"shape {tuple(actual.shape)}, but the reference has {tuple(reference.shape)}"
     if reference.dtype != actual.dtype:
-        return f"{actual.dtype}, and the reference is {reference.dtype}"
+        return f"{actual.dtype}, but the reference is {reference.dtype}"
     if not reference.numel():
         return None
     reference, actual = reference.double(), actual.double()
@@ -369,8 +369,8 @@ def difference(reference: Tensor, actual: Tensor, step: Tensor | None, part: flo
     if float(off.max()) <= ONE_STEP:
         return None
     place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-    where = f"at {list(place)}: {float(actual[place]):.6g} for {float(reference[place]):.6g}"
-    wrong = f"{int((off > ONE_STEP).sum())} of {off.numel()} values are off"
+    where = f"at {list(place)}: {float(actual[place]):.6g} instead of {float(reference[place]):.6g}"
+    wrong = f"{int((off > ONE_STEP).sum())} of {off.numel()} values differ"
     if step is not None:
         return f"{wrong}, by up to {float(off.max()):.4g} steps of the output ({where})"
     return f"{wrong}, by up to {float(off.max()) * part:.3g} of the largest value ({where})"
@@ -384,7 +384,7 @@ def first_difference(
 ) -> str | None:
     """Return the difference of the first of several outputs that differs too much, None if none does."""
     if len(references) != len(actuals):
-        return f"{len(actuals)} outputs, and the reference has {len(references)}"
+        return f"{len(actuals)} outputs, but the reference has {len(references)}"
     for number, (reference, actual, step) in enumerate(
         zip(references, actuals, steps, strict=True)
     ):
@@ -414,4 +414,4 @@ def rounding_fault(
     share, bias = float((off != 0).double().mean()), float(off.mean())
     if share <= MOST_OFF:
         return None
-    return f"{share:.0%} of {off.numel()} values are off by a step, {bias:+.2f} steps on average"
+    return f"{share:.0%} of {off.numel()} values differ by one step, {bias:+.2f} steps on average"

@@ -59,10 +59,8 @@ class Suite:
         Raises:
             ContractError: there is none.
         """
-        remedy = (
-            "correct its module, or the entry point in the group 'qompose' of its pyproject.toml"
-        )
-        with expecting(f"backend {self.source!r}", "that it is installed and loads", remedy):
+        remedy = "fix its module, or the entry point in the group 'qompose' of its pyproject.toml"
+        with expecting(f"backend {self.source!r}", "it is installed and can be loaded", remedy):
             found = load_backend(self.source) if isinstance(self.source, str) else self.source
             made = found if isinstance(found, Backend) else found()
         if not isinstance(made, Backend):
@@ -70,7 +68,8 @@ class Suite:
                 f"backend {self.source!r}",
                 expected="a qompose.backend.Backend",
                 found=repr(made),
-                remedy='set `backend` to an entry point\'s name, a Backend or a function that returns one',
+                remedy=("set `backend` to an entry point name, a Backend or a function that returns "
+                    "one"),
             )  # fmt: skip
         return made
 
@@ -202,7 +201,7 @@ class Suite:
             made = make()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        return None if isinstance(made, Quantizer) else f"it makes {made!r}"
+        return None if isinstance(made, Quantizer) else f"it returned {made!r}"
 
     @cached_property
     def installed(self) -> dict[str, Backend]:
@@ -241,14 +240,14 @@ class Suite:
     def why_not(self, target: str) -> str | None:
         """Return why a target cannot be used here, None if it can."""
         if target not in self.known_targets:
-            return f"no installed backend brings the target {target!r}"
+            return f"no installed backend provides the target {target!r}"
         for ask in (self.backend.availability, self.known_targets[target].availability):
             try:
                 reason: object = ask()
             except Exception as error:
                 reason = error
             if reason is not None and not (isinstance(reason, str) and reason):
-                return "test_says_availability fails: fix that first"
+                return "test_says_availability fails; fix it first"
             if reason is not None:
                 return str(reason)
         return None

@@ -138,9 +138,10 @@ def _derived(target: OpOverload, shapes: Sequence[Shape]) -> Example:
     if others:
         return _missing(
             str(target), (target,),
-            f"{operator_name(target)} needs {', '.join(others)} besides tensors: give the pattern an "
-            "example, such as OperatorPattern((target,), example=lambda self: target(self, ...), "
-            "shapes=((2, 8),)), and each operator with arguments of its own a pattern of its own",
+            f"{operator_name(target)} requires {', '.join(others)} in addition to tensors. "
+                "Give the pattern an example, such as OperatorPattern((target,), example=lambda "
+                "self: target(self, ...), shapes=((2, 8),)), and use a separate pattern for each "
+                "operator with different arguments",
         )  # fmt: skip
     counts = [_COUNTS[kind] for kind in kinds]
     names = tuple(
@@ -211,8 +212,8 @@ class Terms:
 
     def __str__(self) -> str:
         facts = {
-            "read by a consumer of integers": self.feeds,
-            "batches of any size": self.any_batch,
+            "read by an integer consumer": self.feeds,
+            "any batch size": self.any_batch,
             self.variation: bool(self.variation),
             str(self.dtype): self.dtype is not torch.float32,
         }
@@ -273,7 +274,7 @@ def build(terms: Terms) -> Built:
     example = terms.example
     if len(example.names) != len(example.shapes):
         raise TypeError(
-            f"the example takes {', '.join(example.names)}, and has {len(example.shapes)} shapes"
+            f"the example expects {', '.join(example.names)}, but has {len(example.shapes)} shapes"
         )
     failures: list[Exception] = []
     built: list[Built] = []
@@ -356,7 +357,7 @@ def _export(model: Model, inputs: Inputs, *, any_batch: bool) -> ExportedProgram
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise NotApplicable(
-            f"torch.export takes the example with one size of batch: {first_line}"
+            f"torch.export fixes the batch size of the example: {first_line}"
         ) from error
 
 
@@ -519,7 +520,7 @@ class Trial:
         batches = [_off_ties(batch, self.converted) for batch in self.batches("evaluation")]
         return [
             *((RANDOM, batch) for batch in batches),
-            *(("inputs at the ends of their range", batch) for batch in extremes(batches[0])),
+            *(("inputs at the bounds of their range", batch) for batch in extremes(batches[0])),
         ]
 
     @_Once

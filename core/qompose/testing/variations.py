@@ -55,8 +55,8 @@ def of_shapes(trial: Trial) -> Iterator[Variation]:
     ]
     found: dict[str, dict[int, tuple[int, ...]] | None] = {
         "a batch of 1": {i: (1, *_sizes(shapes[i])[1:]) for i in inputs},
-        "inputs with a dimension more": {i: (3, *_sizes(shapes[i])) for i in inputs},
-        "inputs with a dimension less": {i: _sizes(shapes[i])[1:] for i in inputs},
+        "inputs with one dimension more": {i: (3, *_sizes(shapes[i])) for i in inputs},
+        "inputs with one dimension less": {i: _sizes(shapes[i])[1:] for i in inputs},
         f"sums of {DEPTH} products": _deep(trial, shapes, inputs),
     }
     for label, changed in found.items():

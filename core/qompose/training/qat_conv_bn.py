@@ -96,18 +96,19 @@ def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
         mode = mode_of(node)
         if isinstance(mode, ModeArgument) and node.name not in here:
             yield (
-                f"{describe(node)} is the same in training as in evaluation: it was rewritten, and its "
-                "pieces drop nothing"
+                f"{describe(node)} behaves the same in training as in evaluation: it was "
+                "rewritten without dropout"
             )
         elif isinstance(mode, Norm) and mode.frozen:
             yield (
-                f"{describe(node)} keeps its running statistics in training: it was exported in eval mode, "
-                "other operators in train mode; qompose.training.unfreeze_batch_norm changes that"
+                f"{describe(node)} keeps its running statistics in training, because it was "
+                "exported in eval mode and other operators in train mode. Use "
+                "qompose.training.unfreeze_batch_norm to change that"
             )
         elif isinstance(mode, Norm) and mode.momentum == 0.0:
             yield (
-                f"{describe(node)} keeps its running statistics in training: it was exported with a momentum "
-                "of 0, as one with momentum=None is in evaluation"
+                f"{describe(node)} keeps its running statistics in training, because it was "
+                "exported with a momentum of 0 (like momentum=None in evaluation)"
             )
 
 
@@ -121,8 +122,8 @@ def _not_simulated(prepared: GraphModule) -> Iterator[str]:
             continue
         guard = guard_of(observer)
         yield (
-            f"{node.args[0] if guard is None else guard.subject} is not fake-quantized in training: its "
-            f"{type(observer).__name__} is an observer of another package"
+            f"{node.args[0] if guard is None else guard.subject} is not fake-quantized in "
+            f"training: its observer {type(observer).__name__} comes from another package"
         )
 
 
@@ -230,10 +231,8 @@ class Unfolded:
                 if place.point.source in names and place.point.user != place.point.source:
                     specs[place.point] = place
                 else:
-                    why = "it is inside of what the batch norm is folded into"
-                    notes.append(
-                        f"{claim.owner} annotates {spec.point}, which was not followed: {why}"
-                    )
+                    why = "it is inside the region that the batch norm is folded into"
+                    notes.append(f"ignored the annotation of {spec.point} by {claim.owner}: {why}")
             if specs:
                 moved.append(self._moved_claim(claim, tuple(specs.values())))
         marks: dict[str, Mapping[str, Any]] = {}

@@ -341,7 +341,7 @@ def _check_exported(model: Any) -> None:
     if isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes):
         return
     raise StageError(
-        f"expected the GraphModule of an exported program, or of a later stage, got "
+        "expected the GraphModule of an exported program, or of a later stage, got "
         f"{type(model).__name__!r}; use torch.export.export(model, ...).module()"
     )
 
@@ -474,9 +474,9 @@ class QATSchedule:
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
             if number is not None and (isinstance(number, bool) or not number >= 0):
-                raise ConfigError(f"{name} must be the number of a step, got {number!r}")
+                raise ConfigError(f"{name} must be a non-negative step number, got {number!r}")
         if self.observers_until == 0:
-            raise ConfigError("observers_until=0 leaves no step in which to estimate ranges")
+            raise ConfigError("observers_until=0 leaves no step to estimate ranges in")
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Put a prepared model into the state of a step or epoch, counted from 0, however it came there."""

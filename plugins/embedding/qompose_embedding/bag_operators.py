@@ -53,7 +53,7 @@ SCHEMAS: Final = {
     ),
 }
 
-_ORDER: Final = "offsets begin with 0, do not decrease, and end within the indices"
+_ORDER: Final = "offsets must start with 0, not decrease, and not exceed the number of indices"
 
 
 class Bags(NamedTuple):
@@ -78,7 +78,7 @@ class Bags(NamedTuple):
         if weights is not None:
             torch._check(  # type: ignore[no-untyped-call]
                 weights.shape == bags.indices.shape,
-                lambda: "per_sample_weights must have one weight for each index",
+                lambda: "per_sample_weights must have one weight per index",
             )
             weights = weights.to(torch.float32).contiguous()
         return bags._replace(
@@ -193,7 +193,7 @@ def _packed_bag(rows: Tensor, bits: int, width: int, *how: Any) -> Tensor:
         if not outside.any():
             raise
         wrong = int(bags.indices[outside][0])
-        message = f"index {wrong} is out of range: the table has {len(rows)} rows"
+        message = f"index {wrong} is out of range for a table with {len(rows)} rows"
         raise IndexError(message) from None
 
 
@@ -208,9 +208,7 @@ def _check(bags: Bags) -> None:
         return
     first, last = int(bags.offsets[0]), int(bags.offsets[-1])
     if first != 0 or last > len(bags.indices) or bool((bags.offsets.diff() < 0).any()):
-        raise RuntimeError(
-            f"{_ORDER}, of which there are {len(bags.indices)}; these are {bags.offsets}"
-        )
+        raise RuntimeError(f"{_ORDER} ({len(bags.indices)}), got {bags.offsets}")
 
 
 def _fake(table: Tensor, *arguments: Any) -> Tensor:

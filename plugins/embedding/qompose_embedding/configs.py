@@ -88,9 +88,11 @@ def _check(bits: object, symmetric: object, group_size: object, eps: object) -> 
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
     kit.check_booleans(symmetric=symmetric)
     if group_size is not None and (type(group_size) is not int or group_size < 2):
-        raise ConfigError(f"group_size must be None or an integer above 1, got {group_size!r}")
+        raise ConfigError(
+            f"group_size must be None or an integer greater than 1, got {group_size!r}"
+        )
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < MOST_EPS:
-        raise ConfigError(f"eps must be a positive number below {MOST_EPS:g}, got {eps!r}")
+        raise ConfigError(f"eps must be a positive number less than {MOST_EPS:g}, got {eps!r}")
 
 
 def _name(bits: int, symmetric: bool, group_size: int | None, eps: float, algorithms: Any) -> str:

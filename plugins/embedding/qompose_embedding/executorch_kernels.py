@@ -100,8 +100,9 @@ def _length(bags: Bags) -> int:
     if isinstance(length, int):
         return length
     raise NotLowerable(
-        "the target has no embedding bags: those of one length become a lookup and a sum, where their "
-        "offsets are torch.arange(0, number of indices, length), as torch makes them of a matrix of indices"
+        "the target has no embedding bag operator. Bags of equal length are lowered to a "
+        "lookup and a sum if their offsets are torch.arange(0, number of indices, length), "
+        "as for a matrix of indices"
     )
 
 
@@ -113,7 +114,7 @@ def _rows(region: Region, indices: Any) -> Node:
             from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
     except ImportError as error:
         raise NotLowerable(
-            f"{error}; the operator comes with the package: pip install executorch"
+            f"{error}; install the package that provides the operator: pip install executorch"
         ) from error
     table = region.quantized("weight")
     form = format_of(table)

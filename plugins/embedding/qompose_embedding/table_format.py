@@ -44,13 +44,16 @@ def format_of(table: QuantizedTensor) -> TableFormat:
     integers = table.tensor
     if table.dtype not in (torch.uint8, torch.int8) or integers.dim() != 2:
         raise NotLowerable(
-            f"{table.dtype} of shape {tuple(integers.shape)} is not a table of bytes"
+            f"the table must be a matrix of int8 or uint8, got {table.dtype} of shape "
+            f"{tuple(integers.shape)}"
         )
     for bits in (2, 4, 8):
         base = 0 if table.dtype is torch.uint8 else -(2 ** (bits - 1))
         if table.low >= base and table.high < base + 2**bits:
             return TableFormat(bits, base, integers.shape[1])
-    raise NotLowerable(f"[{table.low}, {table.high}] are not the integers of {table.dtype}")
+    raise NotLowerable(
+        f"the range [{table.low}, {table.high}] does not fit a table of {table.dtype}"
+    )
 
 
 def by_row(table: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +65,7 @@ def by_row(table: QuantizedTensor) -> tuple[Tensor, Tensor]:
     rows, width = table.tensor.shape
     grouped = table.group is not None and table.scales.shape == (rows, width // table.group)
     if table.axis != 0 and not grouped:
-        raise NotLowerable("its scales are neither for rows nor for groups within rows")
+        raise NotLowerable("its scales are neither per row nor per group within rows")
     groups = table.scales.shape[1] if grouped else 1
     return tuple(v.float().reshape(rows, groups) for v in (table.scales, table.zero_points))  # type: ignore[return-value]
 
@@ -109,9 +112,11 @@ def packed_rows(table: QuantizedTensor, form: TableFormat) -> Tensor:
     scale, offset = parameters(table, form, least=form.base)
     held = torch.float32 if form.bits == 8 else torch.float16
     if scale.shape[1] != 1:
-        raise NotLowerable("packed rows have one scale each, and these have groups")
+        raise NotLowerable("packed rows support one scale each, not groups")
     if scale.dtype is not held:
-        raise NotLowerable(f"packed rows hold {held}, and its scales and offsets are not")
+        raise NotLowerable(
+            f"packed rows store {held}, but its scales and offsets have another dtype"
+        )
     tail = torch.cat([scale, offset], 1).view(torch.uint8)
     integers = in_bytes(unsigned(table.tensor, form), form)
     return torch.cat([integers, tail], 1).contiguous()

@@ -103,10 +103,10 @@ def _packed(region: Region) -> tuple[TableFormat, Node]:
     table = region.quantized("weight")
     form, device = format_of(table), table.tensor.device
     if device.type != "cpu":
-        raise NotLowerable(f"torch's kernels for packed rows run on the CPU only, got {device}")
+        raise NotLowerable(f"torch's kernels for packed rows require a CPU, got {device}")
     others = _others(region)
     if others:
-        raise NotLowerable(f"{', '.join(others)} would need another copy of the table")
+        raise NotLowerable(f"{', '.join(others)} would require another copy of the table")
     return form, region.constant(f"{table.node.target}_rows", packed_rows(table, form))
 
 

@@ -64,7 +64,7 @@ def get_onnx_quantization_config(
     kit.check_booleans(symmetric_activations=symmetric_activations, tensorrt=tensorrt)
     if tensorrt:
         if activation not in (None, "int8"):
-            raise ConfigError(f"tensorrt=True is for int8 activations, got {activation!r}")
+            raise ConfigError(f"tensorrt=True requires int8 activations, got {activation!r}")
         activation, symmetric_activations = "int8", True
         options["options"] = (*options.get("options", ()), TENSORRT)
     activation = "uint8" if activation is None else activation
@@ -82,12 +82,13 @@ def _config(
     config = _FACTORIES[activation](**options)
     if config.mode != "static" and (activation != "uint8" or symmetric):
         raise ConfigError(
-            f"activation={activation!r} and symmetric_activations={symmetric} are for static "
-            "activations: DynamicQuantizeLinear gives affine uint8, and weight_only=True leaves floats"
+            f"activation={activation!r} and symmetric_activations={symmetric} require static "
+            "activations: DynamicQuantizeLinear computes affine uint8, and weight_only=True "
+            "leaves activations in float"
         )
     if options.get("per_token"):
         raise ConfigError(
-            "per_token=True: DynamicQuantizeLinear has one scale for the whole tensor"
+            "per_token=True is not supported: DynamicQuantizeLinear has one scale per tensor"
         )
     return _named(config, activation, symmetric=symmetric)
 

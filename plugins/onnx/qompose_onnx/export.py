@@ -31,7 +31,7 @@ OF_BLOCKS: Final = 21
 SIXTEEN: Final = (torch.uint16, torch.int16)
 OWN: Final = ("quantized_decomposed", "qompose")
 """The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
-REMEDY: Final = "Rewrite that part of the model with operators that ONNX has"
+REMEDY: Final = "Rewrite that part of the model with operators that ONNX supports"
 
 
 def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, ExportedProgram]:
@@ -89,14 +89,14 @@ def _check_operators(program: ExportedProgram) -> None:
         target: Any = node.target
         if getattr(target, "namespace", "") in OWN and target not in TRANSLATIONS:
             raise ONNXTargetError(
-                f"{_place(node)} has no form in ONNX's QuantizeLinear and DequantizeLinear, which have one "
-                "scale per tensor, per channel, or per block of a weight. Choose such a configuration for "
-                "it, or None to keep it in float"
+                f"{_place(node)} cannot be expressed with ONNX's QuantizeLinear and "
+                "DequantizeLinear, which support one scale per tensor, per channel, or per "
+                "block of a weight. Choose such a configuration, or None to keep it in float"
             )
         if node.target is quantized.choose_qparams.tensor and (node.args[1:3] != (0, 255)):
             raise ONNXTargetError(
-                f"{_place(node)}: DynamicQuantizeLinear gives uint8 in [0, 255], not {node.args[1:3]}. "
-                "Choose a dynamic configuration with uint8 activations"
+                f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
+                f"{node.args[1:3]}. Choose a dynamic configuration with uint8 activations"
             )
 
 
@@ -109,7 +109,8 @@ def _check_shifts(model: ir.Model, program: ExportedProgram) -> None:
         places = [_place(node) for node in _calls(program) if node.name in names]
         raise ONNXTargetError(
             f"{', '.join(places or sorted(names))}: ONNX runtimes disagree on bit shifts by a "
-            "tensor. Shift by a Python int, out of place, or multiply or divide by a power of two"
+            "tensor. Shift by a Python int (not in place), or multiply or divide by a power "
+            "of two"
         )
 
 
@@ -124,7 +125,7 @@ def _why(error: Exception, program: ExportedProgram) -> str:
     first = next(
         (line for text in reversed(said) for line in text.splitlines() if line.strip()), ""
     )
-    return f"torch.onnx.export cannot export this graph. {REMEDY}. It says: {first}"
+    return f"torch.onnx.export cannot export this graph: {first} {REMEDY}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 def matrix(match: Match) -> str | None:
     """Require a matrix, or several."""
     several = len(kit.shape_of(match.node("input"))) > 1
-    return None if several else "a product of a vector is not fused"
+    return None if several else "a product with a vector cannot be fused"
 
 
 def not_after_linear(match: Match) -> str | None:
@@ -24,24 +24,26 @@ def not_after_linear(match: Match) -> str | None:
         while node is not None and node.target is aten.dropout.default:
             node = node.args[0]
         if node is not None and node.target is aten.linear.default:
-            return "what is computed of linears stays in float, which they give at no cost"
+            return "it reads linears, which return float at no extra cost"
     return None
 
 
 def plain_average(match: Match) -> str | None:
     """Require what AveragePool has: no divisor of its own."""
     divisor = match.argument("output", "divisor_override")
-    return None if divisor is None else "AveragePool has no divisor_override"
+    return None if divisor is None else "AveragePool does not support divisor_override"
 
 
 def to_one_pixel(match: Match) -> str | None:
     """Require a global average."""
     sizes: Any = match.argument("output", "output_size")
-    return None if all(n == 1 for n in sizes) else "only an average over the whole image is fused"
+    return (
+        None if all(n == 1 for n in sizes) else "only an average over the whole image can be fused"
+    )
 
 
 def over_image(match: Match) -> str | None:
     """Require a mean over height and width."""
     dims: Any = match.argument("output", "dim")
     over = sorted(dim % 4 for dim in dims)
-    return None if over == [2, 3] else "only a mean over height and width is fused"
+    return None if over == [2, 3] else "only a mean over height and width can be fused"

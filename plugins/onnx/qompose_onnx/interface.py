@@ -44,14 +44,15 @@ class Interface:
         """
         flat = self._flat(args, kwargs)
         if len(flat) != len(self.inputs):
-            raise ONNXInputError(f"the program takes {len(self.inputs)} inputs, got {len(flat)}")
+            raise ONNXInputError(f"the program expects {len(self.inputs)} inputs, got {len(flat)}")
         found = {}
         for leaf, given in zip(self.inputs, flat, strict=True):
             if leaf.name:
                 found[leaf.name] = _checked(leaf, given)
             elif type(given) is not type(leaf.value) or given != leaf.value:
                 raise ONNXInputError(
-                    f"an input must be {leaf.value!r}, with which the program was exported, got {given!r}"
+                    f"an input must be {leaf.value!r}, the value the program was exported "
+                    f"with, got {given!r}"
                 )
         return found
 
@@ -63,11 +64,11 @@ class Interface:
         if set(names) != set(kwargs):
             wanted = ", ".join(names) or "none"
             raise ONNXInputError(
-                f"the program takes the keyword arguments {wanted}, got {[*kwargs]}"
+                f"the program expects the keyword arguments {wanted}, got {[*kwargs]}"
             )
         flat, given = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         if given != spec:
-            raise ONNXInputError(f"the program takes {spec}, got {given}")
+            raise ONNXInputError(f"the program expects {spec}, got {given}")
         return flat
 
     def results(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -95,9 +96,14 @@ def _checked(leaf: Leaf, given: Any) -> Tensor:
         return torch.tensor(given)
     if isinstance(given, Tensor) and str(given.dtype) == leaf.dtype and given.dim() == leaf.rank:
         return given.detach()
-    found = f"a {given.dtype} of {given.dim()}" if isinstance(given, Tensor) else repr(given)
+    found = (
+        f"a {given.dtype} tensor with {given.dim()} dimensions"
+        if isinstance(given, Tensor)
+        else repr(given)
+    )
     raise ONNXInputError(
-        f"input {leaf.name!r} must be a {leaf.dtype} tensor of {leaf.rank} dimensions, got {found}"
+        f"input {leaf.name!r} must be a {leaf.dtype} tensor with {leaf.rank} dimensions, got "
+        f"{found}"
     )
 
 
@@ -140,8 +146,9 @@ def _leaf(name: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
         if value.dtype is torch.bfloat16:
             raise ONNXTargetError(
-                f"{name} is bfloat16, which calls of ONNX Runtime and OpenVINO cannot pass on: let the model "
-                "take and return float32, or lower it for the target 'torch'"
+                f"{name} is bfloat16, which ONNX Runtime and OpenVINO cannot exchange with "
+                "torch. Make the model accept and return float32, or lower it for the target "
+                "'torch'"
             )
         return Leaf(name, str(value.dtype), value.dim())
     return Leaf(name, "float" if isinstance(value, (float, torch.SymFloat)) else "int")

@@ -39,7 +39,8 @@ def objection(required: Mapping[str, str]) -> str | None:
     if required.get(ISA) != EXACT or sums_are_exact_here():
         return None
     return (
-        "results are wrong on this processor, which has no VNNI: ONNX Runtime and OpenVINO add products of "
-        "uint8 and int8 in 16 bits there, and the sums saturate. Run the model on a processor with VNNI, or "
-        "quantize again with weights of seven bits: get_onnx_quantization_config(bits=7)"
+        "results are wrong on this processor because it has no VNNI: ONNX Runtime and "
+        "OpenVINO add products of uint8 and int8 in 16 bits, and the sums saturate. Run the "
+        "model on a processor with VNNI, or quantize it again with 7-bit weights: "
+        "get_onnx_quantization_config(bits=7)"
     )

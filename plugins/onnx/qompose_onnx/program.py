@@ -63,8 +63,8 @@ class ONNXProgram:
             raise
         except Exception as error:
             raise ONNXTargetError(
-                f"{path} is not a program that qompose-onnx saved, or it is damaged: {error or repr(error)}. "
-                "Save it again, with the file of its external data where it has one"
+                f"{path} is damaged or was not saved by qompose-onnx: {error or repr(error)}. "
+                "Save it again, together with its external data file if it has one"
             ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ONNXProgram:
@@ -72,7 +72,7 @@ class ONNXProgram:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "an ONNXProgram is kept as a file: program.save(path), ONNXProgram.read(path)"
+            "an ONNXProgram cannot be pickled; use program.save(path) and ONNXProgram.read(path)"
         )
 
     @property
@@ -143,7 +143,10 @@ class ONNXProgram:
 
     def __repr__(self) -> str:
         takes = ", ".join(leaf.name for leaf in self.interface.inputs if leaf.name)
-        return f"ONNXProgram of {self.nbytes:,} bytes, opset {self.model.opset_imports['']}, takes {takes}"
+        return (
+            f"ONNXProgram ({self.nbytes:,} bytes, opset {self.model.opset_imports['']}, inputs: "
+            f"{takes})"
+        )
 
 
 def _loaded(path: Path, runtime: str) -> Session:
@@ -152,5 +155,5 @@ def _loaded(path: Path, runtime: str) -> Session:
         if missing(name) is None:
             return OnnxRuntimeSession(path) if name == ONNXRUNTIME else OpenVinoSession(path)
     raise ONNXTargetError(
-        f"a call needs a runtime: {missing(known[0])}. Without one, the program can be saved"
+        f"calling the program requires a runtime: {missing(known[0])}. It can be saved without one"
     )

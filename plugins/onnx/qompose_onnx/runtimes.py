@@ -40,7 +40,7 @@ def missing(package: str) -> str | None:
     """Return why a runtime cannot be used here, and the remedy; None where it can."""
     if find_spec(package) is not None:
         return None
-    return f'the package {package} is missing: pip install "qompose-onnx[{package}]"'
+    return f'the package {package} is not installed; run pip install "qompose-onnx[{package}]"'
 
 
 class OnnxRuntimeSession:
@@ -194,8 +194,8 @@ def _linear() -> ModelProto:
 
 def _refused(path: Path, runtime: str, version: str, error: Exception) -> str:
     return (
-        f"{runtime} {version} cannot load {path.name}: {_said(error)}. A newer release may have the "
-        "operators and the opset that it names; lower the model for the target 'torch' otherwise"
+        f"{runtime} {version} cannot load {path.name}: {_said(error)}. Upgrade the runtime if "
+        "an operator or opset is unsupported, or lower the model for the target 'torch'"
     )
 
 

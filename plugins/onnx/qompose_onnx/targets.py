@@ -81,7 +81,9 @@ def _finish_onnx(module: GraphModule, signature: CallSignature) -> Finished:
     made = _program(module, signature, "")
     if missing(ONNXRUNTIME) is None:
         return _in_onnx_runtime(made)
-    reason = f"the runtime that reads the file decides; {missing(ONNXRUNTIME)} to see what it fuses"
+    reason = (
+        f"the runtime that loads the file decides. To see what it fuses: {missing(ONNXRUNTIME)}"
+    )
     return Finished(made.program, fallbacks=dict.fromkeys(made.claims, reason))
 
 
@@ -110,9 +112,9 @@ def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
     for node, reason in tensorrt.faults(made.program.model):
         name = origins.get(node.name or "", node.name)
         raise ONNXTargetError(
-            f"{name}: {reason}, so TensorRT would refuse the file. {tensorrt.REMEDY}"
+            f"{name}: {reason}, so TensorRT would reject the file. {tensorrt.REMEDY}"
         )
-    note = "the file keeps TensorRT's documented rules for Q/DQ; TensorRT has not read it"
+    note = "the file follows TensorRT's documented rules for Q/DQ, but TensorRT has not loaded it"
     return Finished(made.program, dict.fromkeys(made.claims, tensorrt.KERNEL), notes=(note,))
 
 

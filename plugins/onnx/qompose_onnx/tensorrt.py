@@ -34,10 +34,10 @@ def faults(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
 
 def _objection(node: ir.Node) -> str | None:
     if len(node.inputs) < 3 or node.inputs[2] is None:
-        return "it has no zero point, by which its integers are known to be int8"
+        return "it has no zero point to identify its integers as int8"
     scales, zeros = _numbers(node.inputs[1]), _numbers(node.inputs[2])
     if scales is None or zeros is None:
-        return "its scale is computed"
+        return "its scale is not a constant"
     if zeros.dtype == np.int32:
         return "a bias is quantized"
     if zeros.dtype != np.int8:

@@ -128,7 +128,7 @@ def _held(region: Region, node: Node) -> Tensor:
     """Return the tensor that a node reads."""
     if node.op != "get_attr":
         raise NotLowerable(
-            f"{node.name} is computed at run time, and this kernel rewrites it in the file"
+            f"{node.name} is computed at run time, but this kernel requires a constant"
         )
     value: Tensor = attrgetter(str(node.target))(region.module)
     return value.detach()

@@ -63,9 +63,9 @@ class X86InductorBackend(Backend):
     def availability(self) -> str | None:
         """Return why oneDNN's int8 operators cannot be used in this process."""
         if platform.machine().lower() not in ("x86_64", "amd64"):
-            return f"it needs an x86 processor, and this is {platform.machine()}"
+            return f"it requires an x86 processor, but this one is {platform.machine()}"
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return "this build of torch has no oneDNN; install one from PyPI"
+            return "this build of torch has no oneDNN; install torch from PyPI"
         return None
 
 

@@ -87,10 +87,11 @@ def get_default_x86_inductor_quantization_config(
     """
     _check(reduce_range, weight_only, per_token, isa)
     if group_size is not None and is_dynamic and not per_token:
-        raise ConfigError(f"group_size={group_size} with is_dynamic=True needs per_token=True")
+        raise ConfigError(f"group_size={group_size} with is_dynamic=True requires per_token=True")
     if attention and (is_dynamic or weight_only):
         raise ConfigError(
-            "attention=True needs static activations: it excludes is_dynamic=True and weight_only=True"
+            "attention=True requires static activations, so it cannot be combined with "
+            "is_dynamic=True or weight_only=True"
         )
     if group_size is None and not weight_only:
         low, high = WEIGHT_RANGES[isa] if isa else exactness.recommended_weight_range()
@@ -144,8 +145,8 @@ def _check(reduce_range: bool, weight_only: bool, per_token: bool, isa: str | No
     kit.check_booleans(reduce_range=reduce_range, weight_only=weight_only, per_token=per_token)
     if reduce_range and (weight_only or per_token):
         other = "weight_only=True leaves activations in float"
-        other = other if weight_only else "per_token=True quantizes to the whole of int8"
-        raise ConfigError(f"{other}: it excludes reduce_range=True")
+        other = other if weight_only else "per_token=True quantizes to the full range of int8"
+        raise ConfigError(f"{other}, so it cannot be combined with reduce_range=True")
     if isa not in (None, *WEIGHT_RANGES):
         known = ", ".join(WEIGHT_RANGES)
         raise ConfigError(f"isa must be None (this machine) or one of {known}, got {isa!r}")

@@ -54,6 +54,6 @@ def objection(required: Mapping[str, str]) -> str | None:
     if required.get(ISA) != EXACT or exactness.vnni_exact():
         return None
     return (
-        f"{exactness.reason()}. Run it on a processor with VNNI, or quantize again with weights of "
-        f'seven bits: get_default_x86_inductor_quantization_config(isa="{ANY}")'
+        f"{exactness.reason()}. Run it on a processor with VNNI, or quantize it again with "
+        f'7-bit weights: get_default_x86_inductor_quantization_config(isa="{ANY}")'
     )

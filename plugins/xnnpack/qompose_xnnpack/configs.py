@@ -63,8 +63,8 @@ def get_symmetric_quantization_config(
     kit.check_booleans(per_token=per_token)
     if not (per_token or is_dynamic):
         raise ConfigError(
-            "per_token=False is for activations that are quantized when the model runs: it needs "
-            "is_dynamic=True. Static ones have one scale anyway"
+            "per_token=False requires is_dynamic=True; static activations always have one "
+            "scale per tensor"
         )
     return _make(
         is_per_channel=is_per_channel,

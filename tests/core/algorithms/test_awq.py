@@ -351,7 +351,7 @@ def test_what_cannot_be_scaled_is_named() -> None:
     """Groups of a convolution, a weight that something else reads, inputs that are all alike."""
     grouped = seeded(nn.Sequential(nn.Conv1d(24, 8, 3, groups=2)))
     per_channel = replace(AWQ, weight=replace(WEIGHT, quant_min=-8, quant_max=7))
-    assert "groups" in said(converted(grouped, per_channel, randn(8, 24, 9)))[1][0]
+    assert "grouped" in said(converted(grouped, per_channel, randn(8, 24, 9)))[1][0]
 
     def twice(m: Any, x: Tensor) -> Tensor:
         return m.one(m.one(x))
@@ -362,7 +362,7 @@ def test_what_cannot_be_scaled_is_named() -> None:
     assert all("other operators" in line for line in refused), refused
     even = seeded(nn.Sequential(nn.Linear(48, 24)))
     made, refused = said(converted(even, AWQ, randn(256, 48)))
-    assert not made and "times smaller" in refused[0]
+    assert not made and "is required" in refused[0]
 
 
 def test_silent_and_dead_channels_make_nothing_infinite() -> None:

@@ -22,9 +22,9 @@ from tests.core.toy import ADD, PRODUCTS, STATIC, Model, export, prepare, seeded
 
 WORDS = ["awq", "scale_search", "gptq", "gptq_sequential", SignRound(iterations=4)]
 ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "one example": (lambda x: x[:1], "different examples"),
-    "NaN": (lambda x: x.masked_fill(x > 3, float("nan")), "not finite"),
-    "zeros": (torch.zeros_like, "zero|different examples"),
+    "one example": (lambda x: x[:1], "distinct examples"),
+    "NaN": (lambda x: x.masked_fill(x > 3, float("nan")), "non-finite"),
+    "zeros": (torch.zeros_like, "zero|distinct examples"),
 }
 
 
@@ -72,7 +72,7 @@ def test_an_option_that_changes_nothing_is_said(kind: type[GPTQ]) -> None:
     for spec, says in ((FOUR_BITS, True), (FOUR, False)):
         made, refused = lines(kind(act_order=False, static_groups=False), data(0, 256, 48), spec)
         assert len(made) == 1 and not refused
-        assert ("static_groups=False changes nothing" in made[0]) == says
+        assert ("static_groups=False has no effect" in made[0]) == says
 
 
 @pytest.mark.parametrize("words", [("gptq",), ("bias_correction", "gptq_sequential")])

@@ -76,7 +76,7 @@ def test_a_range_that_somebody_chose_stays(asked: dict[str, Any]) -> None:
     scales = [n.args[1] for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target)]
     assert pytest.approx(51 / 255) in scales
     report = qompose.report(converted)
-    assert not report.rewrites and any("set by hand" in line for line in report.notes)
+    assert not report.rewrites and any("set manually" in line for line in report.notes)
 
 
 def test_an_outlier_channel_of_the_output() -> None:

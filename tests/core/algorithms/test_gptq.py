@@ -168,14 +168,14 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
         (nn.Conv2d(8, 8, 3, groups=8), ITSELF, data(0, 16, 8, 9, 9), None),
         (nn.Linear(48, 16), ITSELF, data(0, 7, 48), None),
         (nn.Linear(48, 16), replace(ITSELF, input_activation=MINMAX), data(0, 256, 48), None),
-        (nn.Linear(48, 16), ASKING, data(0, 1, 48), "too few different"),
-        (toys.seeded(nn.Linear(48, 16)), ASKING, toys.randn(8, 48), "times smaller"),
+        (nn.Linear(48, 16), ASKING, data(0, 1, 48), "too few distinct"),
+        (toys.seeded(nn.Linear(48, 16)), ASKING, toys.randn(8, 48), "is required"),
         (TWICE, ASKING, data(0, 256, 48), "other operators"),
         (
             nn.Linear(48, 16),
             replace(ASKING, input_activation=None),
             data(0, 256, 48) / 0,
-            "not finite",
+            "non-finite",
         ),
         (
             nn.Linear(48, 16),

@@ -39,7 +39,9 @@ class Fifth(Algorithm):
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         (claim,) = claims
-        return Rewritten((Rewrite("fifth", claim.nodes, ()),), ("fifth of another was not made",))
+        return Rewritten(
+            (Rewrite("fifth", claim.nodes, ()),), ("fifth was not applied to another",)
+        )
 
     def watch_channels(
         self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
@@ -74,7 +76,7 @@ def test_every_step_of_an_algorithm_is_followed() -> None:
     converted = qompose.convert_pt2e(prepared)
     report = qompose.report(converted)
     assert [text for text in report.rewrites if "fifth" in text][-1] == "fifth halved"
-    assert "fifth of another was not made" in report.notes
+    assert "fifth was not applied to another" in report.notes
     assert "fifth left the rest" in report.notes
     (quantize, *_) = nodes_calling(converted, "quantize_per_tensor")
     assert quantize.args[1] == 0.5
@@ -130,7 +132,7 @@ def test_parameters_that_cannot_be_are_the_algorithms_fault(wrong: Any) -> None:
         def choose_qparams(self, found: Calibrated, number: int, q: Any) -> Any:
             return wrong(q)
 
-    with pytest.raises(MemberError, match="algorithm wrong, asked to choose"):
+    with pytest.raises(MemberError, match=r"algorithm wrong .*choose"):
         converted(Wrong())
 
 
@@ -151,7 +153,7 @@ def test_of_two_that_choose_integers_the_later_one_is_refused() -> None:
 
     found = converted(Other(7), Constant())
     assert integers(found, "0") == [7]
-    assert sum("constant of" in note for note in qompose.report(found).notes) == 2
+    assert sum("constant was not applied" in note for note in qompose.report(found).notes) == 2
 
 
 @pytest.mark.parametrize("wrong", [Constant(128), Constant(3, torch.int32)], ids=str)

@@ -112,10 +112,10 @@ def test_the_same_data_gives_the_same_bits_in_whatever_order() -> None:
 @pytest.mark.parametrize(
     "batch, reason",
     [
-        (data(0, 4, 48), "4 different examples"),
-        (data(0, 1, 48).expand(16, 48), "1 different examples"),
-        (torch.zeros(16, 48), "different examples"),
-        (data(0, 16, 48) / 0, "not finite"),
+        (data(0, 4, 48), "4 distinct examples"),
+        (data(0, 1, 48).expand(16, 48), "1 distinct examples"),
+        (torch.zeros(16, 48), "distinct examples"),
+        (data(0, 16, 48) / 0, "non-finite"),
     ],
 )
 def test_odd_data_is_a_line(batch: Tensor, reason: str) -> None:

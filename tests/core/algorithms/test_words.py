@@ -28,8 +28,8 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
         (WEIGHT_ONLY, ("bias_correction",), "bias_correction .*weight-only"),
         (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant .*weight-only"),
         (replace(STATIC, weight=None), ("equalization",), "equalization"),
-        (STATIC, ("gptq", "sign_round"), "gptq and sign_round exclude one another"),
-        (STATIC, (GPTQ(), SequentialGPTQ()), "gptq and gptq_sequential exclude"),
+        (STATIC, ("gptq", "sign_round"), "gptq and sign_round cannot be combined"),
+        (STATIC, (GPTQ(), SequentialGPTQ()), "gptq and gptq_sequential cannot be combined"),
     ],
 )
 def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, named: str) -> None:
@@ -108,7 +108,7 @@ def test_options_of_gptq_are_kept(kind: Any, word: str) -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])
 def test_strengths_that_are_none(alpha: Any) -> None:
-    with pytest.raises(ConfigError, match="alpha of SmoothQuant"):
+    with pytest.raises(ConfigError, match="SmoothQuant option alpha"):
         SmoothQuant(alpha)
 
 
@@ -127,7 +127,7 @@ def test_two_strengths_at_once(algorithms: Any) -> None:
     [
         ({"smoothquant": {"alpha": 0.5}}, "'smooth_quant'"),
         ({"smooth_quant": {"beta": 0.5}}, "'beta'"),
-        ({"smooth_quant": {"alpha": 2}}, r"algorithms\[0\].smooth_quant: alpha"),
+        ({"smooth_quant": {"alpha": 2}}, r"algorithms\[0\].smooth_quant: .*alpha"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
         ("smooth", "'smooth'.*smooth_quant"),
         ({}, "algorithms"),

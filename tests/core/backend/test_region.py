@@ -99,7 +99,7 @@ def test_what_is_known_at_run_time_only(told: str) -> None:
 
 # (what the kernel asks for, what there is not, what there is instead)
 WRONG: tuple[tuple[Callable[[Region], Any], str], ...] = (
-    (lambda region: region.quantized("x"), "'x'.* input, weight.* output"),
+    (lambda region: region.quantized("x"), "'x'.* input, weight.*output"),
     (lambda region: region.quantized_inputs("self"), "'self'.* input, weight"),
     (lambda region: region.inputs("bias"), "'bias'.* input, weight"),
     (lambda region: region.node("linear"), "'linear'.* op, output"),

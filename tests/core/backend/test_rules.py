@@ -54,7 +54,7 @@ def test_what_is_no_configuration_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("given", "remedy"),
-    [("alpha", r"quantizer_of\('alpha'\)"), (ToyBackend, "call it"), (None, "None")],
+    [("alpha", r"quantizer_of\('alpha'\)"), (ToyBackend, "create an instance"), (None, "None")],
 )
 def test_a_rule_quantizer_takes_a_backend(given: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
@@ -128,13 +128,13 @@ def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) 
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({"rules": LINEAR}, "rules .*tuple"), ({"rules": (len,)}, "rules contain"),
-        ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs contain"),
+        ({"rules": LINEAR}, "rules .*tuple"), ({"rules": (len,)}, "rules must contain"),
+        ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs must contain"),
     ],
 )  # fmt: skip
 def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:
     kind = type("Mine", (Backend,), {"name": "mine", "api_version": 1, **facts})
-    with pytest.raises(ConfigError, match=f"backend mine: its {named}"):
+    with pytest.raises(ConfigError, match=f"backend mine: {named}"):
         qompose.RuleQuantizer(kind())
 
 
@@ -172,7 +172,7 @@ def test_a_pattern_that_cannot_be_is_refused_with_its_rule(make: Any, said: str)
         pytest.param(Pattern(linear, ((2, 3), (4, 5), (4,)), LINEAR_OF), r"weight: \[4, 5\]", id="shapes"),
         pytest.param(
             Pattern(linear, SHAPES, (*LINEAR_OF, ("relu", aten.relu.default))),
-            r"'relu' is aten\.relu\.default, .* it calls aten\.linear\.default$", id="not called",
+            r"'relu' as aten\.relu\.default, .* It calls aten\.linear\.default$", id="not called",
         ),
         pytest.param(Pattern(lambda x: x.nothing(), ((2, 3),), LINEAR_OF), "nothing", id="raises"),
     ],

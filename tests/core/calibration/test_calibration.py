@@ -95,7 +95,7 @@ def test_a_single_batch_is_not_gone_through(single: Any) -> None:
         pytest.param((X,), r"\(float32\[4, 3\]\)", id="too few"),
         pytest.param((X, randn(4, 5)), r"float32\[4, 3\], float32\[4, 5\]\)\.$", id="wrong shape"),
         pytest.param({"x": X, "z": Y}, r"\{x: float32", id="wrong name"),
-        pytest.param((X, Y, torch.arange(4)), r"x, y: .*batch\[:2\]", id="labels"),
+        pytest.param((X, Y, torch.arange(4)), r"x, y; .*batch\[:2\]", id="labels"),
         pytest.param((X, "y"), r"\(float32\[4, 3\], str\)", id="wrong type"),
         pytest.param("xy", "str.*transform=", id="no batch at all"),
         pytest.param(3, "int", id="a number"),
@@ -260,12 +260,12 @@ def test_what_is_well_is_not_mentioned() -> None:
 @pytest.mark.parametrize(
     ("between", "said"),
     [
-        pytest.param(lambda x: x * 0 + 0.5, "was 0.5 throughout", id="constant"),
-        pytest.param(lambda x: x * 0, "was 0 throughout", id="zero"),
+        pytest.param(lambda x: x * 0 + 0.5, "was constant (0.5)", id="constant"),
+        pytest.param(lambda x: x * 0, "was constant (0)", id="zero"),
         pytest.param(lambda x: x * 1e5, "reaches ", id="outlier"),
         pytest.param(lambda x: (x + 1) * -1e5, "mul -> linear_4", id="outlier below zero"),
         pytest.param(
-            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "holds 8 mask", id="mask"
+            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "has 8 mask", id="mask"
         ),
     ],
 )
@@ -276,7 +276,7 @@ def test_each_is_named_with_its_module_and_rule(
     lines = calibrator.lint(prepared)
     assert said in lines[0]
     assert all(" in last (toy, rule linear) " in line for line in lines)
-    assert messages == ["\n  - ".join(["After calibration these look wrong:", *lines])]
+    assert messages == ["\n  - ".join(["Suspicious calibration statistics:", *lines])]
 
 
 def test_a_tensor_that_no_batch_came_to() -> None:

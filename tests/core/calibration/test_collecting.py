@@ -389,7 +389,7 @@ class TestByHand:
         scale = (2.0 + 0.5) / 255
         assert any(p[0] == pytest.approx(scale) for p in parameters(model))
         assert str(site) in [str(d.site) for d in found.diff(changed)]
-        assert "set by hand" in str(changed.diff(found)[0])
+        assert "set manually" in str(changed.diff(found)[0])
 
     def test_the_path_of_a_module_is_enough_where_it_has_one_tensor(self) -> None:
         assert seen().with_range("second", -1.0, 1.0).diff(seen())

@@ -300,7 +300,7 @@ class TestBackends:
         mine = Health("usable", None, {"there": None}, ("torch", "there", "elsewhere"))
         check_finds(monkeypatch, [mine, USABLE, USABLE])
         (line,) = (
-            line for line in command("backends", "--check").out.splitlines() if "brings" in line
+            line for line in command("backends", "--check").out.splitlines() if "provides" in line
         )
         assert "alpha" in line and line.endswith("elsewhere")
 

@@ -620,8 +620,8 @@ def of_channels(scale: float = 1.0, zero_point: Any = 0) -> QParams:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"scale": 0.0}, f"has the scale 0 (1 of {CHANNELS}), which is not positive and finite"),
-        ({"scale": float("nan")}, f"has the scale nan (1 of {CHANNELS}), which is"),
+        ({"scale": 0.0}, f"has the scale 0 (1 of {CHANNELS}); scales must be positive"),
+        ({"scale": float("nan")}, f"has the scale nan (1 of {CHANNELS}); scales must be"),
         ({"zero_point": float("inf")}, f"has the zero point inf (1 of {CHANNELS})"),
         ({"zero_point": 8}, f"has the zero point 8 (1 of {CHANNELS}), outside [-8, 7]"),
     ],
@@ -637,7 +637,7 @@ def test_valid_parameters() -> None:
     for zero_point in (-8, 7, 100.5):
         assert not [*invalid(of_channels(zero_point=zero_point), (CHANNELS, 4))]
     assert [*invalid(of_channels(), (7, 4))] == [
-        f"has {CHANNELS} scales and {CHANNELS} zero points, not 7"
+        f"has {CHANNELS} scales and {CHANNELS} zero points, expected 7"
     ]
 
 
@@ -648,7 +648,7 @@ def test_channels_that_eps_leaves_few_integers() -> None:
         qscheme=torch.per_channel_affine_float_qparams, eps=1e-3,
     )  # fmt: skip
     q = QParams(*found, 0, 255, torch.uint8, 0)
-    told = "1 of 4 channels take up less than a quarter of the 256 integers, since 0.001, the eps"
+    told = "1 of 4 channels use less than a quarter of the 256 integers"
     assert few_levels(q, least, most, 1e-3).startswith(told)
     as_torch = replace(q, scale=torch.where(q.scale > 1e-3, q.scale, 1.0))
     assert few_levels(as_torch, least, most, 1e-3).startswith(told)

@@ -87,7 +87,7 @@ def test_it_fits_into_32_bits_however_small_the_inputs_are(size: float, config: 
     (node,) = nodes_calling(result, "linear")
     assert 2**28 < float(steps(result, node).abs().max()) < 2**30
     assert sqnr(model(x), result(x)) > 35
-    (told,) = (note for note in qompose.report(result).notes if "fits into the 32 bits" in note)
+    (told,) = (note for note in qompose.report(result).notes if "fits into int32" in note)
     assert told.startswith("weight -> linear")
 
 
@@ -96,4 +96,4 @@ def test_scales_of_weights_that_have_room_stay() -> None:
     result = converted(model)
     largest = model.weight.detach().abs().amax(1) / 127
     torch.testing.assert_close(result.weight_scale, largest)
-    assert not [note for note in qompose.report(result).notes if "32 bits" in note]
+    assert not [note for note in qompose.report(result).notes if "int32" in note]

@@ -156,7 +156,7 @@ def test_channels_with_factors_are_compared_as_what_they_stand_for(alone: bool) 
     balanced = replace(LINEAR, bias="bias", channels=(-1, -1))
     config = QuantizationConfig(INT8, None, PER_TENSOR.weight, algorithms=("smooth_quant",))
     converted = convert(program, toy(balanced, config=config), x)
-    assert any("smooth_quant of layer_norm" in line for line in qompose.report(converted).rewrites)
+    assert any("smooth_quant on layer_norm" in line for line in qompose.report(converted).rewrites)
     found = qompose.compare(program, converted, [x])
     assert found.unpaired == ()
     assert found["layer_norm"].sqnr > 30

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Any, str, Any, str, str]] = {
     # The batch norm is gone where it is folded; its module is a name all the same.
     "a module that is folded": (
         MIXED, "batch_norm", toy(*TABLE).set_module_name("norm", None),
-        "program", "fold_batch_norm was not made.*norm",
+        "program", "fold_batch_norm was not applied.*norm",
     ),
 }  # fmt: skip
 

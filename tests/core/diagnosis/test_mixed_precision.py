@@ -151,7 +151,7 @@ def test_what_is_read_in_a_body_of_control_flow_is_named() -> None:
     module = seeded(Model(branch, a=nn.Linear(64, 64), b=nn.Linear(64, 64), c=nn.Linear(64, 32)))
     found = tuned(program=export(module, X), metric=error(module), max_drop=1e9)
     assert [site.module for site in found.assigned] == ["c"]
-    assert sum("control flow" in note for note in found.notes) >= 1
+    assert sum("control-flow" in note for note in found.notes) >= 1
 
 
 def test_the_site_that_cannot_bear_few_bits_keeps_more() -> None:
@@ -222,8 +222,8 @@ def test_dynamic_and_static_configurations_are_choices_too() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "max_drop or max_bytes"),
-        ({"max_drop": 0.1, "max_bytes": 10}, "max_drop or max_bytes"),
+        ({}, "max_drop and max_bytes"),
+        ({"max_drop": 0.1, "max_bytes": 10}, "max_drop and max_bytes"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"max_bytes": True}, "max_bytes"),
         ({"max_bytes": 1e6}, "max_bytes"),

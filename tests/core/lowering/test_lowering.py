@@ -369,7 +369,7 @@ class TestTargetsThatReadQDQ:
                 Finished(None, fallbacks={0: "it computes Gemm in float"}),
                 "it computes Gemm in float",
             ),
-            (None, "its quantizer only annotates, and has no kernels"),
+            (None, "its quantizer only annotates and has no kernels"),
         ],
         ids=["says", "is silent"],
     )
@@ -449,6 +449,6 @@ def test_what_nobody_reads_is_left_out_and_said_so() -> None:
     aside, main = qompose.report(lowered).rows
     assert main.state == "int8 kernel"
     assert (aside.state, aside.module) == ("simulated (Q/DQ)", "aside")
-    assert "nothing reads what it computes" in aside.reason
+    assert "nothing reads its output" in aside.reason
     assert operators(lowered)["linear"] == 1
     assert "aside.weight_q" not in dict(lowered.named_buffers())

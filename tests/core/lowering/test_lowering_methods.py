@@ -185,7 +185,7 @@ class TestMethods:
             qompose.lower({"one": small(SINGLE), "two": small(SINGLE)}, "device")
 
     def test_one_program_has_one_runtime(self) -> None:
-        with pytest.raises(TargetError, match=r"method 'two': .*'device'"):
+        with pytest.raises(TargetError, match=r"method 'two' .*'device'"):
             qompose.lower({"one": small(), "two": small(SINGLE)}, "device")
 
     def test_a_target_that_loses_methods_is_named(self) -> None:

@@ -189,7 +189,7 @@ class TestCalibrated:
         assert not any(len(qompose.statistics(method)) for method in prepared.values())
         given = {"prompt": [PROMPT], "token": TOKENS}
         seen = qompose.statistics(qompose.calibrate(prepared, given)["prompt"])
-        with pytest.raises(CalibrationError, match="statistics already"):
+        with pytest.raises(CalibrationError, match="already have statistics"):
             qompose.calibrate(prepared, given)
         assert not qompose.statistics(prepared["prompt"]).diff(seen)
 
@@ -303,7 +303,7 @@ class TestNames:
 
     @pytest.mark.parametrize("names", [["a b"], [""], [3], []])
     def test_names_are_identifiers(self, names: Any) -> None:
-        with pytest.raises(UserError, match="lower takes"):
+        with pytest.raises(UserError, match="lower expects"):
             by_method(dict.fromkeys(names), "lower")
 
 

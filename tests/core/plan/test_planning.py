@@ -393,7 +393,7 @@ def test_what_shares_with_integers_is_dropped_with_them() -> None:
     prepared = prepare(program(_maximum), Named(writes))
     assert names(plan_of(prepared).groups) == {frozenset({"x>max_1"})}
     said = [row.reason for row in qompose.report(prepared).rows if row.name == "getitem"]
-    said += [note for note in qompose.report(prepared).notes if "output of getitem," in note]
+    said += [note for note in qompose.report(prepared).notes if "output of getitem by" in note]
     assert any("output of getitem_1" in text and "named" in text for text in said)
 
 

@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda net: qompose.prepare_pt2e(PROGRAM, "toy"), BackendNotFoundError, "'toy'",
     ),
     "a class for a quantizer": (
-        lambda net: qompose.prepare_pt2e(PROGRAM, RuleQuantizer), UserError, "RuleQuantizer.* call",
+        lambda net: qompose.prepare_pt2e(PROGRAM, RuleQuantizer), UserError, "RuleQuantizer is a class",
     ),
     "a program in the quantizer's place": (
         lambda net: qompose.prepare_pt2e(toy(), PROGRAM), UserError, "^.{,200}$",  # it is not printed

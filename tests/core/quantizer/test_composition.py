@@ -494,9 +494,9 @@ def idle(*members: Any) -> dict[str, str]:
 A = partial(toy, LINEAR, name="a")
 B = partial(toy, LINEAR, name="b")
 WHY: dict[str, tuple[Any, list[str]]] = {
-    "lost all": (lambda: (A(), B(config=DYNAMIC)), ["2 regions", "went to a"]),
+    "lost all": (lambda: (A(), B(config=DYNAMIC)), ["2 regions", "lost", "to a"]),
     "lost one, left one": (
-        lambda: (A(), B().set_module_name("a", None)), ["went to a;", "1 region", "module name a"],
+        lambda: (A(), B().set_module_name("a", None)), ["lost", "to a;", "1 region", "module name a"],
     ),
     "selectors leave all in float": (
         lambda: (A(), B().set_module_name("a", None).set_module_name("b", None)),

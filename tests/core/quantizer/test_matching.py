@@ -252,7 +252,7 @@ def test_only_what_no_rule_spoke_of_is_a_near_miss() -> None:
 
 def test_a_pattern_of_two_values_is_refused() -> None:
     two = rule("two", Pattern(lambda x: (x.sin(), x.cos()), ((2, 3),), ()), activations=("x",))  # type: ignore[arg-type, return-value]
-    with pytest.raises(ConfigError, match="one operator"):
+    with pytest.raises(ConfigError, match="single operator"):
         prepare(export(nn.Tanh(), X), toy(two))
 
 

@@ -108,7 +108,7 @@ class TestContent:
             "Notes (30)": False,
         }  # fmt: skip
         assert [line.text for line in found.all("li")][:3] == [str(meeting), "a lost", "folded"]
-        assert "There are none." in section(page_of(report()), "remarks").text
+        assert "None." in section(page_of(report()), "remarks").text
 
     def test_the_data_of_both(self) -> None:
         data = data_of(page_of(report(), comparison()))
@@ -157,7 +157,13 @@ class TestErrors:
     def test_nothing_is_silently_left_out(self) -> None:
         against = comparison(unpaired=("lost",), notes=("a note",))
         text = section(page_of(report(), against), "errors").text
-        for words in ("3 of 5 operators", "not in both: lost", "a note", "head.weight", "4 inputs"):
+        for words in (
+            "3 of 5 operators",
+            "only in one program: lost",
+            "a note",
+            "head.weight",
+            "4 inputs",
+        ):
             assert words in text
 
     def test_of_another_program(self) -> None:

@@ -114,7 +114,7 @@ def test_two_owners_and_the_requantization_between_them() -> None:
 def test_conflicts_are_told() -> None:
     both = qompose.compose(toy(LINEAR, name="first"), toy(LINEAR, ADD, name="second"))
     report = qompose.report(prepare(PROGRAM, both))
-    assert any("second rule linear" in line and "first" in line for line in report.conflicts)
+    assert any("second (rule linear)" in line and "first" in line for line in report.conflicts)
 
 
 def test_bytes_before_and_after() -> None:
@@ -163,11 +163,11 @@ def test_float_operators_that_move_values_share_a_line() -> None:
 
 def test_many_rewrites_of_one_kind_share_a_line() -> None:
     folded = [f"fold_batch_norm: conv_{number}, norm" for number in range(4)]
-    rounded = [f"gptq of linear_{number}: less error" for number in range(5)]
+    rounded = [f"gptq on linear_{number}: less error" for number in range(5)]
     found = made(rewrites=(*rounded[:3], *folded, *rounded[3:]))
     lines = [line for line in str(found).splitlines() if line.startswith("- ")]
     assert lines == [
-        "- gptq: 5 rewrites; `report.rewrites` lists them",
+        "- gptq: 5 rewrites (listed in `report.rewrites`)",
         *(f"- {x}" for x in folded),
     ]
     assert all(line in found.to_dict()["rewrites"] for line in rounded)

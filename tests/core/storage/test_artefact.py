@@ -451,7 +451,7 @@ class TestBackendsOfLowered:
         lowered_mlp(path)
         offered.rules = tuple(rule for rule in ToyBackend().rules if rule.name != "view")
         offered.forget()
-        with pytest.raises(PluginError, match=r'no rule view.*"toy-package==1\.2"') as caught:
+        with pytest.raises(PluginError, match=r'rules view.*"toy-package==1\.2"') as caught:
             qompose.load(path)
         assert caught.value.name == "toy"
 

@@ -259,7 +259,7 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("kind", "said"),
         [
-            ("artefact", "qompose report"), ("safetensors", "safetensors"), ("pickle", r"torch\.save wrote"),
+            ("artefact", "qompose report"), ("safetensors", "safetensors"), ("pickle", r"by torch\.save"),
             ("zip", "zip"), ("text", "zip"), ("empty", "zip"),
         ],
     )  # fmt: skip

@@ -340,7 +340,7 @@ class TestExamples:
         )
         first, second = self.of(pattern)
         assert (first.names, first.shapes, first.problem) == (("self",), ((2, 3),), "")
-        assert "aten.reshape needs shape" in second.problem
+        assert "aten.reshape requires shape" in second.problem
 
 
 @pytest.mark.parametrize(

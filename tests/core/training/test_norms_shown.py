@@ -182,7 +182,7 @@ def test_nothing_can_be_said_of_what_lies_in_between() -> None:
 
     prepared = qompose.prepare_qat_pt2e(export(TwoBranches(), (X,)), Between())
     notes = [note for note in qompose.report(prepared).notes if "folded into" in note]
-    assert [note.split(" annotates ")[1].split(",")[0] for note in notes] == [
+    assert [note.split("annotation of ")[1].split(" by ")[0] for note in notes] == [
         "conv2d -> batch_norm",
         "conv2d_1 -> batch_norm_1",
     ]

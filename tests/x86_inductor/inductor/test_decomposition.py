@@ -154,7 +154,7 @@ def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> Non
     assert got.stride() == expected.stride()
 
 
-@pytest.mark.filterwarnings("ignore:An operator for compiled code:UserWarning")
+@pytest.mark.filterwarnings("ignore:An operator in compiled code:UserWarning")
 @pytest.mark.parametrize("channels", [1, 2, 4, 5])
 def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On any processor: where they are not compiled they run on torch's. Weights have seven bits for AVX2."""

@@ -147,18 +147,18 @@ def test_training_dropout_and_other_axes_are_refused(form: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "broadcast heads": (
-        lambda q, k, v: sdpa(q, k[:, :1], v[:, :1]), "heads of keys are broadcast",
+        lambda q, k, v: sdpa(q, k[:, :1], v[:, :1]), "heads of the keys are broadcast",
     ),
     "broadcast batches": (lambda q, k, v: sdpa(q, k[:1], v[:1]), "batches"),
     "a scaled mask": (
         lambda q, k, v: torch.softmax(torch.add(q @ k.mT, q.sum(-1, True), alpha=2), -1) @ v,
-        "what is added",
+        "added to the scores",
     ),
     "half precision": (
         lambda q, k, v: sdpa(q.bfloat16(), k.bfloat16(), v.bfloat16()).float(), "bfloat16"
     ),
     "five axes": (
-        lambda q, k, v: sdpa(q[None], k[None], v[None])[0], "neither two, three nor four axes",
+        lambda q, k, v: sdpa(q[None], k[None], v[None])[0], "two, three or four dimensions",
     ),
 }  # fmt: skip
 

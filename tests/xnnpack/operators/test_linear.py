@@ -215,9 +215,9 @@ FLOATS, WEIGHT, ONES = normal(0, 2, 8), weights(0, 5, 8), torch.ones(5)
             ("linear_dynamic", (FLOATS, WEIGHT, torch.ones(shape)), ValueError, ": .*w_scale")
             for shape in ((4,), (5, 3), (4, 2), (1, 2), (5, 1, 1))
         ),
-        ("linear_dynamic", (FLOATS.half(), WEIGHT, ONES), TypeError, " .*`x`.*float16"),
+        ("linear_dynamic", (FLOATS.half(), WEIGHT, ONES), TypeError, ".*`x`.*float16"),
         ("linear_dynamic", (normal(0, 2, 7), WEIGHT, ONES), ValueError, r".*\(2, 7\)"),
-        ("linear_weight_only", (FLOATS.int(), WEIGHT, ONES), TypeError, " .*`x`"),
+        ("linear_weight_only", (FLOATS.int(), WEIGHT, ONES), TypeError, ".*`x`"),
         ("linear_weight_only", (FLOATS, WEIGHT.short(), ONES), TypeError, ".*`weight`"),
         ("linear_weight_only", (FLOATS, WEIGHT, torch.ones(5, 3)), ValueError, r".*w_scale \(5, 3\)"),
     ],

@@ -88,14 +88,19 @@ class ConfigOptions:
         check_integers(**self._given("bits", "group_size"))
         if self.weight_only and self.is_dynamic:
             raise ConfigError(
-                "weight_only=True leaves activations in float, so it excludes is_dynamic=True"
+                "weight_only=True leaves activations in float, so it cannot be combined with "
+                "is_dynamic=True"
             )
         if self.per_token and not self.is_dynamic:
-            raise ConfigError("per_token=True needs is_dynamic=True: tokens are known at run time")
+            raise ConfigError(
+                "per_token=True requires is_dynamic=True: tokens are known only at run time"
+            )
         if self.bits is not None and self.bits not in _BITS:
-            raise ConfigError(f"bits must be {_BITS[0]} to {_BITS[-1]}, got {self.bits}")
+            raise ConfigError(f"bits must be between {_BITS[0]} and {_BITS[-1]}, got {self.bits}")
         if self.bits is not None and (self.weight_qmin, self.weight_qmax) != (None, None):
-            raise ConfigError(f"bits={self.bits} excludes weight_qmin and weight_qmax: give one")
+            raise ConfigError(
+                f"bits={self.bits} cannot be combined with weight_qmin and weight_qmax"
+            )
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -197,7 +202,8 @@ class ConfigFactory:
         if size is not None and chosen.mode not in self.group_modes:
             needed = " or ".join(_OPTION[mode] for mode in self.group_modes)
             raise ConfigError(
-                f"group_size={size} needs {needed}: the kernels have no {chosen.mode} form for groups"
+                f"group_size={size} requires {needed}: the kernels do not support groups in "
+                f"{chosen.mode} mode"
             )
         if size is not None and size not in self.group_sizes:
             sizes = ", ".join(map(str, self.group_sizes)) or "none"
@@ -205,13 +211,13 @@ class ConfigFactory:
         unused = ", ".join(self._of_no_effect(chosen))
         if unused and chosen.weight_only:
             raise ConfigError(
-                f"weight_only=True leaves activations in float, and {unused} is for those that are "
-                "quantized: leave one of them out"
+                f"weight_only=True leaves activations in float, so {unused} has no effect; remove "
+                "it"
             )
         if unused:
             raise ConfigError(
-                f"{unused} is for ranges that are estimated, and is_dynamic=True takes each from its data: "
-                "leave one of them out"
+                f"is_dynamic=True computes activation ranges at run time, so {unused} has no "
+                "effect; remove it"
             )
 
     def _of_no_effect(self, chosen: ConfigOptions) -> Iterator[str]:
@@ -245,7 +251,11 @@ class ConfigFactory:
         return ", ".join((head(chosen, bits), *unusual))
 
 
-_OPTION = {DYNAMIC: "is_dynamic=True", WEIGHT_ONLY: "weight_only=True", STATIC: "neither"}
+_OPTION = {
+    DYNAMIC: "is_dynamic=True",
+    WEIGHT_ONLY: "weight_only=True",
+    STATIC: "static quantization",
+}
 """How users ask for a mode."""
 
 
@@ -278,7 +288,7 @@ def _check_sides(low: int, high: int) -> None:
     """Refuse bounds of symmetric weights that reach further to one side: the other would be clipped."""
     if high < 1 or -low not in (high, high + 1):
         raise ConfigError(
-            "weight_qmin must be -weight_qmax or one less, and weight_qmax at least 1, "
+            "weight_qmin must be -weight_qmax or -weight_qmax - 1, and weight_qmax at least 1, "
             f"got [{low}, {high}]"
         )
 
@@ -344,5 +354,5 @@ def named(*configs: QuantizationConfig) -> dict[str, QuantizationConfig]:
     found: dict[str, QuantizationConfig] = {}
     for config in configs:
         if found.setdefault(config.name, config) is not config:
-            raise ConfigError(f"two configurations are called {config.name!r}")
+            raise ConfigError(f"two configurations are named {config.name!r}")
     return found

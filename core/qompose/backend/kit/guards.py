@@ -20,7 +20,7 @@ MAX_DEPTH: Final = (2**31 - 1) // (255 * 128)
 def float32(match: Match) -> str | None:
     """Require float32, which int8 operators give."""
     dtype = match.output.meta["val"].dtype
-    return None if dtype is torch.float32 else f"the int8 operators give float32, not {dtype}"
+    return None if dtype is torch.float32 else f"the int8 operators return float32, not {dtype}"
 
 
 def float_types(*dtypes: torch.dtype) -> Guard:
@@ -33,7 +33,7 @@ def float_types(*dtypes: torch.dtype) -> Guard:
         dtype, source = match.output.meta["val"].dtype, match.node("input")
         given = dtype if source is None else source.meta["val"].dtype
         if dtype is not given:
-            return f"the kernel gives {given}, the type of its input, not {dtype}"
+            return f"the kernel returns {given}, the dtype of its input, not {dtype}"
         return None if dtype in dtypes else f"the kernel does not support {dtype}"
 
     return guard
@@ -46,7 +46,7 @@ def rank(name: str, *expected: int) -> Guard:
         found = len(shape_of(match.node(name)))
         wanted = " or ".join(map(str, expected))
         fits = found in expected
-        return None if fits else f"{name} has {found} dimensions, and the kernel takes {wanted}"
+        return None if fits else f"{name} has {found} dimensions, but the kernel requires {wanted}"
 
     return guard
 
@@ -67,7 +67,7 @@ def depth(limit: int = MAX_DEPTH, operator: str = "op") -> Guard:
             found //= match.argument(operator, "groups")
         if found <= limit:
             return None
-        return f"a sum of {found} products may overflow int32; at most {limit} are safe"
+        return f"a sum of {found} products may overflow int32 (at most {limit} are safe)"
 
     return guard
 
@@ -77,14 +77,14 @@ def one_group(operator: str = "op") -> Guard:
 
     def guard(match: Match) -> str | None:
         groups = match.argument(operator, "groups")
-        return None if groups == 1 else f"it has {groups} groups, and the kernel takes one"
+        return None if groups == 1 else f"it has {groups} groups, but the kernel supports only one"
 
     return guard
 
 
 def several_groups(operator: str = "op") -> Guard:
     """Return a guard that requires a convolution in groups."""
-    return lambda match: None if match.argument(operator, "groups") > 1 else "it has one group"
+    return lambda match: None if match.argument(operator, "groups") > 1 else "it has only one group"
 
 
 def not_training(name: str = "output") -> Guard:
@@ -92,7 +92,7 @@ def not_training(name: str = "output") -> Guard:
 
     def guard(match: Match) -> str | None:
         drops = match.node(name) is not None and match.argument(name, "train")
-        return "it drops values, in training" if drops else None
+        return "it is a dropout in training mode" if drops else None
 
     return guard
 
@@ -117,10 +117,10 @@ def plain_sum(operator: str = "op") -> Guard:
     def guard(match: Match) -> str | None:
         other, alpha = match.node("other"), match.argument("add", "alpha")
         if shape_of(match.node(operator)) != shape_of(other):
-            return "the summand is broadcast"
+            return "the added tensor is broadcast"
         if other is None or other.meta["val"].dtype is not torch.float32:
-            return "the summand is not float32"
-        return None if alpha == 1 else f"the summand is scaled by alpha={alpha}"
+            return "the added tensor is not float32"
+        return None if alpha == 1 else f"the added tensor is scaled by alpha={alpha}"
 
     return guard
 
@@ -129,7 +129,7 @@ def separate_inputs(match: Match) -> str | None:
     """Require that a float summand is not what the product reads in eight bits."""
     same = match.node("input") is match.node("other")
     return (
-        "the linear or convolution reads the tensor that is added, which stays in float"
+        "the linear or convolution also reads the added tensor, which stays in float"
         if same
         else None
     )
@@ -139,7 +139,7 @@ def computed_factors(match: Match) -> str | None:
     """Require computed factors: eight bits for a parameter that multiplies would cost accuracy."""
     factors = (match.node("self"), match.node("other"))
     if any(factor is None or factor.op == "get_attr" for factor in factors):
-        return "a factor that is a number or a parameter stays in float"
+        return "a factor is a number or a parameter"
     kinds = {factor.meta["val"].dtype for factor in factors if factor is not None}
     return None if kinds == {torch.float32} else "a factor is not float32"
 
@@ -148,9 +148,9 @@ def over_dimensions(match: Match) -> str | None:
     """Require a float32 mean over dimensions that the graph names."""
     dims: Any = match.captures.get("dim")
     if not isinstance(dims, (list, tuple)) or not dims:
-        return "a mean over everything stays in float"
+        return "it is a mean over all elements"
     if match.argument("output", "dtype") not in (None, torch.float32):
-        return "the mean is asked for in another dtype"
+        return "the mean has another output dtype"
     return None
 
 
@@ -163,7 +163,7 @@ def keeps_half(match: Match) -> str | None:
     before, after = shape_of(match.node("self")), shape_of(match.output)
     is_open = len(_known(after)) - len(_known(before)) > len(after) - len(before)
     if is_open or 2 * math.prod(_known(after)) < math.prod(_known(before)):
-        return "it keeps less than half of the values, which need their own range"
+        return "it keeps less than half of the values, which would need a separate range"
     return None
 
 
@@ -176,11 +176,14 @@ def spatial_zero_padding(match: Match) -> str | None:
     pads, value = match.argument("pad", "pad"), match.argument("pad", "value")
     spatial = len(shape_of(match.node("input"))) - 2
     if not _pads_with_a_constant(match) or value not in (None, 0):
-        return "only padding with zeros becomes a part of the convolution"
+        return "only zero padding can be fused into the convolution"
     if not all(isinstance(n, int) and n >= 0 for n in pads):
-        return "padding that crops, or of sizes known at run time, is not part of the convolution"
+        return (
+            "padding that crops, or whose size is known only at run time, cannot be fused into the "
+            "convolution"
+        )
     if any(pads[2 * spatial :]):
-        return "padding along batch or channels is not part of the convolution"
+        return "padding along the batch or channel dimension cannot be fused into the convolution"
     return None
 
 

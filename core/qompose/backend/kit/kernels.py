@@ -80,7 +80,7 @@ def kept(region: Region) -> tuple[QuantizedTensor, QuantizedTensor]:
     (source,) = region.quantized_inputs(region.claim.operands[0].role)
     output = region.quantized("output")
     if source.qparams != output.qparams:
-        raise NotLowerable("input and output differ in scale or zero point")
+        raise NotLowerable("its input and output have different scales or zero points")
     return source, output
 
 
@@ -150,7 +150,7 @@ def pool_arguments(region: Region) -> list[Any]:
     """
     name = str(region.node("output").target).removeprefix("aten.").partition(".")[0]
     if name not in _POOL_ARGUMENTS:
-        raise NotLowerable(f"{name} is not a pool")
+        raise NotLowerable(f"{name} is not a pooling operator")
     return window(region, *_POOL_ARGUMENTS[name])
 
 

@@ -85,14 +85,14 @@ def _checked(
     arguments = [a.name for a in torch._C._get_schema(name, "").arguments]
     unknown = sorted(set(dtypes) - set(arguments))
     if unknown:
-        raise ConfigError(f"{name} has no argument {', '.join(unknown)}; it has {arguments}")
+        raise ConfigError(f"{name} has no argument {', '.join(unknown)}. Arguments: {arguments}")
     places = [(arguments.index(one), one, tuple(allowed)) for one, allowed in dtypes.items()]
 
     def check(args: Sequence[Any]) -> None:
         for place, one, allowed in places:
             if args[place].dtype not in allowed:
                 wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-                raise TypeError(f"{name} takes {wanted} for `{one}`, got {args[place].dtype}")
+                raise TypeError(f"{name}: `{one}` must be {wanted}, got {args[place].dtype}")
 
     return check
 

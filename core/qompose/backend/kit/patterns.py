@@ -184,7 +184,7 @@ def product_of(function: str | Callable[..., Tensor]) -> Product:
             return product
     known = ", ".join(PRODUCTS)
     raise ConfigError(
-        f"unknown operator {function!r}{near_names(str(function), PRODUCTS)}; known are {known}"
+        f"unknown operator {function!r}{near_names(str(function), PRODUCTS)}. Known: {known}"
     )
 
 
@@ -216,7 +216,7 @@ def fused(
     product = function if isinstance(function, Product) else product_of(function)
     roles = [step.role for step in (*before, *after)]
     if len({name, *roles}) <= len(roles):
-        raise ConfigError(f"the operators of a pattern need different names, got {[name, *roles]}")
+        raise ConfigError(f"the operators of a pattern need distinct names, got {[name, *roles]}")
     sizes = product.shapes if shapes is None else shapes
     if groups > 1 and shapes is None:
         sizes = (sizes[0], (sizes[1][0], sizes[1][1] // groups, *sizes[1][2:]), sizes[2])

@@ -41,14 +41,14 @@ def adapt(quantizer: Any) -> Quantizer:
     if isinstance(quantizer, Quantizer):
         return quantizer
     if isinstance(quantizer, type):
-        raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
+        raise UserError(f"{quantizer.__name__} is a class, not a quantizer; create an instance")
     if not is_quantizer(quantizer):
         kind = type(quantizer)
         remedy = ""
         if isinstance(quantizer, (nn.Module, ExportedProgram)):
-            remedy = "; the program comes first, then the quantizer"
+            remedy = "; pass the program first, then the quantizer"
         elif isinstance(quantizer, (str, list, tuple)):
-            remedy = "; qompose.compose makes one of names and members"
+            remedy = "; create one from names and members with qompose.compose"
         raise UserError(
             f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which has no annotate and "
             f"validate methods{remedy}"
@@ -134,8 +134,10 @@ class AdaptedQuantizer(Quantizer):
         if not inside:
             return []
         return [
-            f"{self.name} annotated {', '.join(inside)}, which are in bodies of the program that it was "
-            "asked about; of these, what it annotates counts when it is asked about the body itself"
+            (
+                f"{self.name} annotated {', '.join(inside)} in subgraphs; annotations there only "
+                "count when it is called on the subgraph itself"
+            )
         ]
 
     def _kept(self) -> list[str]:
@@ -151,7 +153,10 @@ class AdaptedQuantizer(Quantizer):
         if not changed:
             return []
         return [
-            f"{self.name} cannot be copied, so it was asked itself, and changed: {', '.join(sorted(changed))}"
+            (
+                f"{self.name} cannot be copied, so the original was used and changed: "
+                f"{', '.join(sorted(changed))}"
+            )
         ]
 
 
@@ -176,8 +181,9 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
         return quantizer, False
     if not is_quantizer(copied):
         raise UserError(
-            f"{name}: copy.deepcopy of it gives {copied!r}, which has no annotate and validate methods; fix "
-            "its __deepcopy__ (or __reduce__), or let it raise, if it cannot be copied"
+            f"{name}: copy.deepcopy returned {copied!r}, which has no annotate and validate "
+            "methods. Fix its __deepcopy__ (or __reduce__), or raise an error there if it "
+            "cannot be copied"
         )
     return copied, True
 

@@ -90,9 +90,10 @@ class HookGuard:
         written = [name for name in before if self._before[name] != before[name]]
         if written:
             raise UserError(
-                f"{self.who}: {hook} wrote to tensors of the model in place: {', '.join(written)}. Their "
-                "values are lost: load the model again. A quantizer may only put new tensors into the "
-                f"program, in transform_for_annotation{f'. Then it failed: {raised}' if raised else ''}"
+                f"{self.who}: {hook} modified tensors of the model in place: "
+                f"{', '.join(written)}. Their original values are lost; load the model again. "
+                "A quantizer may only add new tensors, in "
+                f"transform_for_annotation{f'. It then failed: {raised}' if raised else ''}"
             ) from raised
         if raised is not None:
             raise raised
@@ -115,8 +116,8 @@ class HookGuard:
         names = [name for name in found.names if name in after or before[name].live]
         if names:
             raise UserError(
-                f"{self.who}: {hook} changed the program at {', '.join(names)}. It may annotate or look; "
-                "transform_for_annotation is for changes of the program."
+                f"{self.who}: {hook} modified the program at {', '.join(names)}. Only "
+                "transform_for_annotation may modify the program."
             )
 
 
@@ -155,8 +156,8 @@ def forbid_observer_edits(
             found.append(f"{', '.join(sorted(names))} of the observer of {_described(place)}")
     if found:
         raise UserError(
-            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may only look, or replace "
-            "observers in the dictionary that it is given; change specifications in annotate."
+            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may only "
+            "replace observers in its dictionary; change specifications in annotate."
         )
 
 

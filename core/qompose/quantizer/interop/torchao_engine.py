@@ -148,8 +148,9 @@ def annotate_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     if undone:
         listed = "\n".join(f"  - {note}" for note in undone)
         warnings.warn(
-            f"{quantizer.name} annotates for another engine than qompose's, and of what was asked this is "
-            f"not done there:\n{listed}",
+            f"{quantizer.name} annotates for an engine other than qompose, which does not "
+            "support all that was requested:\n"
+            f"{listed}",
             QomposeWarning,
             stacklevel=3,
         )
@@ -200,28 +201,28 @@ def _check_operators(claims: Sequence[Claim]) -> None:
             if blocks or getattr(kind, "dtype", None) is torch.bfloat16:
                 remedy = "block_size" if blocks else "bfloat16"
                 raise ConfigError(
-                    f"{spec.point} ({claim.owner}, rule {claim.rule}) is {describe_spec(kind)}, and only "
-                    f"qompose's own engine has operators for that: call qompose.prepare_pt2e, or use a "
-                    f"configuration without {remedy}"
+                    f"{spec.point} ({claim.owner}, rule {claim.rule}) is "
+                    f"{describe_spec(kind)}, which only qompose's own engine supports. Call "
+                    f"qompose.prepare_pt2e, or use a configuration without {remedy}"
                 )
 
 
 def _undone(claims: Sequence[Claim]) -> Iterator[str]:
     """Say which parts of claims no host follows."""
     for phrase in by_owner(claims):
-        yield f"{phrase} is not made; a configuration without algorithms does not ask for it"
+        yield f"{phrase} is not applied; use a configuration without algorithms to silence this"
     balanced = Counter(c.owner for c in claims if c.product is not None and c.product.balanced)
     for owner, number in balanced.items():
         yield (
-            f"{owner}: the channels of {number} product{'s' * (number != 1)} are not balanced; a "
-            "configuration with balance=False does not ask for it"
+            f"{owner}: the channels of {number} layer{'s' * (number != 1)} are not balanced; "
+            "use a configuration with balance=False to silence this"
         )
     for claim in claims:
         points = [str(spec.point) for spec in claim.specs if spec.bounds is not None]
         if points:
             yield (
-                f"{claim.owner}, rule {claim.rule}: it is not checked that its kernel supports the scale and "
-                f"zero point of {', '.join(points)}"
+                f"{claim.owner}, rule {claim.rule}: the scale and zero point of "
+                f"{', '.join(points)} are not checked against the constraints of its kernel"
             )
 
 
@@ -230,7 +231,7 @@ def _unclaimed(composition: Composition, claims: Sequence[Claim]) -> Iterator[st
     if not claims and not any(is_loss(rejection) for rejection in composition.rejections):
         reasons = Counter(r.reason for r in most_telling(composition.rejections))
         for reason, number in reasons.most_common(_MOST):
-            yield f"nothing is annotated; of {number} region{'s' * (number != 1)}: {reason}"
+            yield f"no operator is annotated; {number} region{'s' * (number != 1)}: {reason}"
 
 
 def name_observers(places: Mapping[EdgeOrNode, nn.Module]) -> None:
@@ -304,8 +305,9 @@ def _check_derived(specs: Iterable[PointSpec], standing: frozenset[str]) -> None
         for source in spec.references if spec.derived else ():
             if source not in made and source.holder not in standing:
                 raise SharingError(
-                    f"{spec.point} is derived from {source}, which this engine processes later, or which is "
-                    "not annotated; qompose.prepare_pt2e accepts specifications in any order"
+                    f"{spec.point} is derived from {source}, which this engine processes "
+                    "later or not at all; qompose.prepare_pt2e accepts specifications in any "
+                    "order"
                 )
         made.add(spec.point)
 
@@ -320,8 +322,8 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
             return target
         if target not in known or target in visited:
             raise SharingError(
-                f"{start.point} shares the quantization parameters of {target}, which has none. Annotate "
-                "that too, or give this tensor its own specification."
+                f"{start.point} shares the quantization parameters of {target}, which has "
+                f"none. Annotate {target} too, or give this tensor its own specification."
             )
         visited.add(target)
         spec = known[target]

@@ -39,7 +39,7 @@ def per_token(region: Region) -> Node:
         raise NotLowerable(f"{source.node.name} is not quantized per row over the full int8 range")
     depth = region.quantized("weight").tensor.shape[1]
     if depth > kit.MAX_DEPTH:
-        raise NotLowerable(f"sums of {depth} products may leave 32 bits")
+        raise NotLowerable(f"a sum of {depth} products may overflow int32")
     return _call(region, source.node, Rows.SYMMETRIC if source.symmetric else Rows.AFFINE)
 
 

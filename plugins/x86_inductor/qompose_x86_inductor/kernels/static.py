@@ -92,7 +92,7 @@ def product_kernel(
 
     def exactly_by_onednn(region: Region) -> Node:
         if not exactness.admits(region.quantized("weight").tensor):
-            raise NotLowerable(f"{exactness.reason()}, and its weight has such values")
+            raise NotLowerable(f"{exactness.reason()}, and its weight contains larger values")
         return emit(region)
 
     full = f"qompose_x86.{name}"
@@ -175,7 +175,7 @@ def requantization(region: Region) -> list[Any]:
     if output is None:
         return [1.0, 0, None]
     if output.dtype not in QUANTIZED:
-        raise NotLowerable(f"its users expect {output.dtype}, which the kernel cannot output")
+        raise NotLowerable(f"its readers expect {output.dtype}, which the kernel cannot return")
     return [output.scale, output.zero_point, output.dtype]
 
 

@@ -64,8 +64,8 @@ def compiled() -> Compute | None:
         function = CppCodeCache.load(text, needs_vec_isa=True).linear_packed
     except Exception as error:  # whatever a compiler, or its absence, raises
         warnings.warn(
-            "x86_inductor's C++ for packed weights could not be compiled; slower torch operators run "
-            f"instead: {type(error).__name__}: {str(error)[:200]}",
+            "The C++ kernel of x86_inductor for packed weights cannot be compiled, so slower "
+            f"torch operators are used instead: {type(error).__name__}: {str(error)[:200]}",
             QomposeWarning,
             stacklevel=2,
         )
@@ -89,9 +89,11 @@ def _call(
         torch.get_num_threads(),
     )
     if failed == 1:
-        raise MemoryError(f"qompose_x86::linear_packed: no memory for rows of {tuple(x.shape)}")
+        raise MemoryError(
+            f"qompose_x86::linear_packed: out of memory for an input of shape {tuple(x.shape)}"
+        )
     if failed:
-        raise RuntimeError("qompose_x86::linear_packed failed in its C++")
+        raise RuntimeError("qompose_x86::linear_packed: C++ kernel failed")
     return out
 
 

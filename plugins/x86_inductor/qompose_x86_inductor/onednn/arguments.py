@@ -126,9 +126,13 @@ class Output(NamedTuple):
         if row is None or not accepted or len(self.args) != row.arity:
             known = [f"{k}/{v.arity}" for k, v in POST_OPS.items() if operator in v.operators]
             given = f"{self.post_op!r} with {len(self.args)} argument(s)"
-            raise ValueError(f"{NAMESPACE}::{operator}: post_op {given} is not one of {known}")
+            raise ValueError(
+                f"{NAMESPACE}::{operator}: post_op must be one of {known}, got {given}"
+            )
         if dtype == torch.float32 and (self.scale, self.zero_point) != (1.0, 0):
-            raise ValueError(f"{NAMESPACE}::{operator}: float32 results need out_scale=1, out_zp=0")
+            raise ValueError(
+                f"{NAMESPACE}::{operator}: float32 results require out_scale=1, out_zp=0"
+            )
         if dtype != torch.float32 and dtype not in QUANTIZED:
             raise ValueError(
                 f"{NAMESPACE}::{operator}: expected out_dtype uint8, int8 or float32, got {dtype}"
@@ -264,11 +268,11 @@ def _check_images(operator: str, x: Tensor, weight: Tensor, geometry: Geometry) 
     """
     given = f"{NAMESPACE}::{operator}: image {tuple(x.shape)} and weight {tuple(weight.shape)}"
     if x.dim() != 4 or weight.dim() != 4:
-        raise ValueError(f"{given}: images and weights must be of rank 4")
+        raise ValueError(f"{given}: images and weights must have rank 4")
     groups, channels = geometry.groups, weight.shape[1] * geometry.groups
     if groups < 1 or weight.shape[0] % groups or statically_known_true(x.shape[1] != channels):
         expected = "(N, in, H, W) and (out, in / groups, h, w)"
-        raise ValueError(f"{given} in {groups} group(s) are not {expected}")
+        raise ValueError(f"{given} in {groups} group(s): expected {expected}")
     sizes = zip(x.shape[2:], weight.shape[2:], *geometry[1:3], strict=True)
     if any(statically_known_true(size + 2 * p < d * (k - 1) + 1) for size, k, p, d in sizes):
         window = f"padding {geometry.padding}, dilation {geometry.dilation}"

@@ -81,10 +81,12 @@ def _arithmetic() -> _Arithmetic:
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             return _Arithmetic(None, f"oneDNN's int8 kernels do not run here: {first_line}")
-    cause = "oneDNN's int8 sums saturate at 16 bits (no VNNI, or ONEDNN_MAX_CPU_ISA hides it)"
+    cause = "oneDNN's int8 sums saturate at 16 bits (no VNNI, or disabled by ONEDNN_MAX_CPU_ISA)"
     if narrow:
-        return _Arithmetic(NARROW, f"{cause}; weights beyond {NARROW} take the slow exact path")
-    return _Arithmetic(None, f"{cause} even for weights in {NARROW}; all take the slow exact path")
+        return _Arithmetic(NARROW, f"{cause}; weights outside {NARROW} use the slow exact kernel")
+    return _Arithmetic(
+        None, f"{cause}, even for weights in {NARROW}; all weights use the slow exact kernel"
+    )
 
 
 def _is_exact(weights: tuple[int, int]) -> bool:

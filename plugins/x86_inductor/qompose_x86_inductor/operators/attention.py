@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
             raise _refusal(f"expected uint8 query, key and value, got {dtypes}")
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3, 4):
             raise _refusal(
-                f"expected tensors of two to four axes, got {_shapes(query, key, value)}"
+                f"expected tensors with two to four dimensions, got {_shapes(query, key, value)}"
             )
         differ = [
             query.shape[-1] != key.shape[-1],
@@ -87,9 +87,9 @@ class AttentionCall(NamedTuple):
             query.dim() > 2 and query.shape[-3] % key.shape[-3] != 0,
         ]  # fmt: skip
         if any(map(statically_known_true, differ)):
-            raise _refusal(f"{_shapes(query, key, value)} do not fit each other")
+            raise _refusal(f"shapes do not match: {_shapes(query, key, value)}")
         if self.mask is not None and self.mask.dtype not in (torch.bool, torch.float32):
-            raise _refusal(f"expected a mask of booleans or float32, got {self.mask.dtype}")
+            raise _refusal(f"expected a bool or float32 mask, got {self.mask.dtype}")
         return self._replace(out=self.out.checked("attention"))
 
 

@@ -96,9 +96,9 @@ class RecurrentCall(NamedTuple):
         if any(x.dtype != torch.float32 for x in (self.input, *self.states)):
             raise ValueError("expected float32 input and states")
         if len(matrices) != len(self.scales) or any(m.dtype != torch.int8 for m in matrices):
-            raise ValueError("expected int8 matrices and scales for each")
+            raise ValueError("expected int8 matrices with scales")
         if any(s.shape != m.shape[:1] for s, m in zip(self.scales, matrices, strict=True)):
-            raise ValueError("scales do not fit their matrices")
+            raise ValueError("the scales do not match their matrices")
         return self
 
 

@@ -30,27 +30,27 @@ def fits(match: Match) -> str | None:
     """Require queries, keys and values of two to four axes, with the same batches."""
     query, key, value = (kit.shape_of(match.node(name)) for name in _OPERANDS)
     if not len(query) == len(key) == len(value) or len(query) not in (2, 3, 4):
-        return "queries, keys and values have neither two, three nor four axes each"
+        return "queries, keys and values must all have two, three or four dimensions"
     if query[:-3] != key[:-3] or key[:-2] != value[:-2]:
-        return "batches of queries, keys or values are broadcast"
+        return "the batches of queries, keys or values are broadcast"
     if type(value[-2]) is int and value[-2] > MOST_KEYS:
-        return f"it has {value[-2]} keys, and integer sums hold {MOST_KEYS}"
+        return f"it has {value[-2]} keys, but integer sums support at most {MOST_KEYS}"
     return None
 
 
 def _operator(match: Match) -> str | None:
     """Require of torch's operator no dropout, a known scale, and a mask of which no row is broadcast away."""
     if match.argument("output", "dropout_p") != 0.0:
-        return "it applies dropout"
+        return "it uses dropout"
     query, key = (kit.shape_of(match.node(name)) for name in _OPERANDS[:2])
     scale = match.argument("output", "scale")
     if isinstance(scale, Node) or (scale is None and type(query[-1]) is not int):
-        return "its scale is computed"
+        return "its scale is not a constant"
     shares = match.argument("output", "enable_gqa")
     if len(query) > 2 and query[-3] != key[-3]:
         counts = (query[-3], key[-3])
         if not shares or any(type(count) is not int for count in counts):
-            return "the heads of keys are broadcast"
+            return "the heads of the keys are broadcast"
     return _mask(match.argument("output", "attn_mask"), (*query[:-1], key[-2]))
 
 
@@ -61,8 +61,8 @@ def _mask(mask: object, scores: tuple[Any, ...]) -> str | None:
         return "its mask is a number"
     dtype, shape = mask.meta["val"].dtype, kit.shape_of(mask)
     if dtype not in (torch.bool, torch.float32):
-        return f"its mask is {dtype}, and the kernel takes bool and float32"
-    return "its mask makes more rows" if len(shape) > len(scores) else None
+        return f"its mask is {dtype}, but the kernel supports bool and float32"
+    return "its mask has more dimensions than the scores" if len(shape) > len(scores) else None
 
 
 def _written_out(match: Match) -> str | None:
@@ -72,19 +72,19 @@ def _written_out(match: Match) -> str | None:
     if match.argument("softmax", "dim") not in (-1, rank - 1):
         return "the softmax is not over keys"
     if match.argument("softmax", "dtype") not in (None, torch.float32):
-        return "the softmax is asked for in another dtype"
+        return "the softmax has another output dtype"
     query, key = (kit.shape_of(match.node(name)) for name in ("query", "key"))
     if query[:-2] != key[:-2]:
-        return "the heads of keys are broadcast"
+        return "the heads of the keys are broadcast"
     if match.node("scale") is not None:
         scale = match.argument("scale", "other")
         if not isinstance(scale, (int, float)) or scale == 0:
-            return "its scale is computed"
+            return "its scale is not a constant"
     added = match.node("add")
     if added is None:
         return None
     if match.argument("add", "alpha") != 1 or kit.shape_of(added) != kit.shape_of(scores):
-        return "what is added to the scores is scaled, or makes more of them"
+        return "the tensor added to the scores is scaled or broadcasts them"
     return _mask(match.node("mask"), kit.shape_of(scores))
 
 

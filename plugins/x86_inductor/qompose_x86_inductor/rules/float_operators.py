@@ -12,8 +12,8 @@ aten = torch.ops.aten
 
 # Measured: compiled, the int8 steps of an LSTM or GRU took one to four times as long as torch's float loop
 # (128 and 256 wide, 32 steps, batches of 1 and 16). LSTM and GRU have kernels for whole layers.
-_UNROLLED = "step by step, its int8 linears are slower than torch's own loop"
-_TWO_ACTIVATIONS = "torch has no int8 kernel for a product of two activations on CPUs"
+_UNROLLED = "its int8 linears, run step by step, are slower than torch's float loop"
+_TWO_ACTIVATIONS = "torch has no int8 CPU kernel for a product of two activations"
 
 _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
     _TWO_ACTIVATIONS: (
@@ -22,14 +22,14 @@ _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
         aten.mm.default,
         aten.baddbmm.default,
     ),
-    "oneDNN's int8 operators in torch have no transposed convolution": (
+    "torch's oneDNN int8 operators do not include transposed convolution": (
         aten.conv_transpose1d.default,
         aten.conv_transpose2d.input,
         aten.conv_transpose3d.input,
     ),
-    "this backend has no rule for convolutions over three dimensions": (aten.conv3d.default,),
+    "this backend has no rule for 3-D convolution": (aten.conv3d.default,),
     _UNROLLED: (aten.rnn_tanh.input, aten.rnn_relu.input),
-    "torch has no int8 kernel for it on CPUs": (
+    "torch has no int8 CPU kernel for it": (
         aten.softmax.int,
         aten.layer_norm.default,
         aten.group_norm.default,

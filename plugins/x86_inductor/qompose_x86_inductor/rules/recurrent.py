@@ -27,13 +27,13 @@ def fits(match: Match) -> str | None:
     tensors = [match.node("input"), *match.tensors("hx"), *match.tensors("params")]
     dtypes = {node.meta["val"].dtype for node in tensors if isinstance(node, Node)}
     if dtypes != {torch.float32}:
-        return "the kernel takes float32 alone"
+        return "the kernel only supports float32"
     applied = match.argument("output", "dropout") != 0 and match.argument("output", "train")
     if applied and match.argument("output", "num_layers") > 1:
-        return "it applies dropout between its layers, in training mode"
+        return "it uses dropout between its layers, in training mode"
     depth = max(kit.shape_of(node)[-1] for node in match.tensors("params"))
     if depth > kit.MAX_DEPTH:
-        return f"a sum of {depth} products may overflow int32; at most {kit.MAX_DEPTH} are safe"
+        return f"a sum of {depth} products may overflow int32 (at most {kit.MAX_DEPTH} are safe)"
     return None
 
 

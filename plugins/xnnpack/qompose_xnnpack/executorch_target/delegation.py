@@ -150,7 +150,7 @@ class Delegation:
         for place, delegate in enumerate(self.delegates):
             counts = Counter(f"{op.name} ({'int8' if op.int8 else 'float'})" for op in delegate)
             listed = (f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-            yield f"delegate {place}: {', '.join(listed) or 'quantizes or dequantizes only'}"
+            yield f"delegate {place}: {', '.join(listed) or 'only quantizes or dequantizes'}"
         yield from (f"portable: {op.place}: {op.reason}" for op in self.portable)
         yield from (f"stray: {stray}" for stray in self.strays)
 

@@ -29,17 +29,16 @@ _INTEGERS = (torch.int8, torch.uint8)
 
 # the reasons of the partitioner of executorch 1.5.1, and what they mean to a user
 _MEANINGS: Mapping[str, str] = {
-    "Expected output node to have a dequantized node": "its result is not quantized, its input is",
-    "Expected quantized node to have a single output": "several operators read its result before it is "
-    "quantized",
-    "Expected act input to be dequant node": "its weight is quantized, its input is not",
-    "Expected weight to be a static param": "its weight is computed, not a parameter",
-    "Expected bias to be a static param": "its bias is computed, not a parameter",
-    "invalid dtype": "XNNPACK takes it on float tensors only, and none that are empty",
+    "Expected output node to have a dequantized node": "its output is not quantized, but its input is",
+    "Expected quantized node to have a single output": "its output has several readers before quantization",
+    "Expected act input to be dequant node": "its weight is quantized, but its input is not",
+    "Expected weight to be a static param": "its weight is not a parameter",
+    "Expected bias to be a static param": "its bias is not a parameter",
+    "invalid dtype": "XNNPACK supports it only for float tensors that are not empty",
 }
 NO_CONFIG = "XNNPACK has no such operator"
-IN_BODY = "XNNPACK's partitioner does not look into conditions and loops"
-SILENT = "XNNPACK's partitioner knows the operator, left this one, and gave no reason"
+IN_BODY = "XNNPACK's partitioner ignores conditions and loops"
+SILENT = "XNNPACK's partitioner supports the operator but did not select it, and gave no reason"
 
 
 class DelegationReader:
@@ -96,7 +95,7 @@ class DelegationReader:
             return NO_CONFIG
         given = self._reasons.get(node.name)
         if given and given[0] == "invalid dtype" and _is_given_sizes(node):
-            return "a size that it is given is known only at run time"
+            return "one of its size arguments is known only at run time"
         return _MEANINGS.get(given[0], given[0]) if given else SILENT
 
     def _is_int8(self, node: Node) -> bool:

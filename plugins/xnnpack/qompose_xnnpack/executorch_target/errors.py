@@ -19,7 +19,7 @@ class MissingExecutorchError(TargetError, ImportError):
 
     def __init__(self, cause: ImportError) -> None:
         super().__init__(
-            f"the executorch target needs executorch, which failed to import ({cause}). "
+            f"the executorch target requires executorch, which cannot be imported ({cause}). "
             'Install it with: pip install "qompose-xnnpack[executorch]"',
             name=cause.name,
         )
@@ -34,8 +34,8 @@ class ExecutorchInputError(ExecutorchTargetError, TypeError):
 
 
 REMEDY = (
-    "Lower the model for the target 'torch' instead, or rewrite that part of it with operators that the "
-    "runtime has"
+    "Lower the model for the target 'torch' instead, or rewrite that part with operators "
+    "that the runtime supports"
 )
 _MOST = 4
 CONVOLUTIONS = frozenset(
@@ -59,18 +59,18 @@ def lowering_error(
     operators = _in_methods(methods, lambda exported: _operators(first, exported))
     if moving:
         where = (
-            f" because of {_first_of(moving)}: XNNPACK reshapes for a convolution of one dimension, and "
-            "takes one size known at run time there. Fix the batch or the length"
+            f" because of {_first_of(moving)}: for a 1-D convolution XNNPACK supports only "
+            "one size that is known at run time. Fix the batch size or the length"
         )
     elif constants:
         where = f" because of {_first_of(constants)}"
     elif operators:
-        where = f": its runtime has no such operator as {_first_of(operators)}"
+        where = f": its runtime does not have the operator {_first_of(operators)}"
     else:
         where, first = "", said
     first = _whole(str(error)) if first == said else first
     return ExecutorchTargetError(
-        f"ExecuTorch cannot lower this graph{where}. {REMEDY}. It says: {type(error).__name__}: {first}"
+        f"ExecuTorch cannot lower this graph{where}. {REMEDY}. {type(error).__name__}: {first}"
     )
 
 
@@ -96,10 +96,10 @@ def _of_two_sizes(exported: ExportedProgram) -> list[str]:
 def loading_error(error: Exception, suspects: Iterable[str]) -> ExecutorchTargetError:
     """Return the error for a program that the runtime rejects; `suspects` are operators that may be why."""
     found = _first_of(suspects)
-    named = f" Operators in it that are not int8 kernels: {found}." if found else ""
+    named = f" It contains operators that are not int8 kernels: {found}." if found else ""
     return ExecutorchTargetError(
-        f"the ExecuTorch runtime cannot load this program ({error}); its reason is on the standard error "
-        f"stream.{named} {REMEDY}"
+        f"the ExecuTorch runtime cannot load this program ({error}). The reason is on the "
+        f"standard error stream.{named} {REMEDY}"
     )
 
 

@@ -50,8 +50,9 @@ def _check_bounds(exported: ExportedProgram) -> None:
     ]
     if unbounded:
         raise ExecutorchTargetError(
-            f"dynamic dimensions {unbounded} have no upper bound, and the runtime reserves memory "
-            "for the largest input: give one, as in torch.export.Dim('batch', max=32)"
+            f"dynamic dimensions {unbounded} must have an upper bound, because the runtime "
+            "reserves memory for the largest input. Set one, for example "
+            "torch.export.Dim('batch', max=32)"
         )
 
 
@@ -65,8 +66,8 @@ def _check_zero_points(exported: ExportedProgram) -> None:
         zero_points = constants.get(buffers.get(getattr(node.args[2], "name", ""), ""))
         if zero_points is None or bool(zero_points.any()):
             raise ExecutorchTargetError(
-                f"{node.name}: XNNPACK takes only weights whose zero points per channel are "
-                "a buffer of zeros; quantize this weight symmetrically"
+                f"{node.name}: XNNPACK only supports per-channel weights whose zero points "
+                "are all zero; quantize this weight symmetrically"
             )
 
 
@@ -88,8 +89,9 @@ def _check_scales(graph: Graph) -> None:
         if len(known) > 1:
             each = ", ".join(f"{pair} in {name}" for pair, name in known.items())
             raise ExecutorchTargetError(
-                f"{source.name} is dequantized with different scales or zero points: {each}. XNNPACK has one "
-                "pair per tensor. Pass an input for each, or pass floats and quantize them for each use"
+                f"{source.name} is dequantized with different scales or zero points ({each}), "
+                "but XNNPACK supports one pair per tensor. Pass one input for each, or pass "
+                "floats and quantize them separately"
             )
 
 

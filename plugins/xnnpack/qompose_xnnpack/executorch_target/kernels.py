@@ -92,14 +92,14 @@ def view(region: Region) -> None:
 def cat(region: Region) -> None:
     """Leave a concatenation of different tensors as it is. Raises `NotLowerable` if there is only one."""
     if len(set(region.inputs("tensors"))) < 2:
-        raise NotLowerable("XNNPACK concatenates two or more different tensors")
+        raise NotLowerable("XNNPACK only concatenates two or more different tensors")
 
 
 def slice_of_known_size(region: Region) -> None:
     """Leave a slice of known size without gaps as it is. Raises `NotLowerable` for another."""
     sizes = (*region.inputs("self")[0].meta["val"].shape, *region.node("output").meta["val"].shape)
     if region.argument("output", "step") != 1 or not all(isinstance(n, int) for n in sizes):
-        raise NotLowerable("XNNPACK slices tensors of known size, without gaps")
+        raise NotLowerable("XNNPACK only slices tensors of known size with a step of 1")
 
 
 def _unknown_as_rest(node: Node) -> list[int]:
@@ -163,7 +163,7 @@ def mixed_linear(region: Region) -> Node:
     weight, source = region.quantized("weight"), region.inputs("input")[0]
     rows, depth = weight.tensor.shape
     if weight.zero_points.any():
-        raise NotLowerable("ExecuTorch's mixed_linear takes no zero points")
+        raise NotLowerable("ExecuTorch's mixed_linear does not support zero points")
     scale = kit.channel_scales(region, weight)
     sizes = source.meta["val"].shape
     flat = source if len(sizes) == 2 else _as_rows(region, source, depth)

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from qompose_xnnpack.executorch_target.errors import ExecutorchInputError
 
 DYNAMIC_MEAN_NOTE = (
-    "the program has means and dynamic sizes: XNNPACK (executorch 1.5.1) sizes the workspace of an int8 mean "
-    "in the first run and writes beyond it in a later, larger one. ExecutorchProgram runs {method!r} once "
-    "with the largest sizes when it is loaded; another runtime of the file has to do the same: {sizes}"
+    "the program has means and dynamic sizes. XNNPACK (executorch 1.5.1) allocates the "
+    "workspace of an int8 mean in the first run and writes beyond it if a later run is "
+    "larger. ExecutorchProgram runs {method!r} once with the largest sizes on loading; other "
+    "runtimes must do the same: {sizes}"
 )
 MEANS = frozenset(
     {
@@ -74,7 +75,7 @@ class Argument:
         described = _described(given)
         if not self.dtype:
             same = type(given) is type(self.value) and given == self.value
-            return "" if same else f"{described}: the program was exported with that value"
+            return "" if same else f"{described}; the program was exported with a fixed value"
         if not isinstance(given, Tensor):
             return described
         fits = len(given.shape) == len(self.sizes) and all(
@@ -113,7 +114,7 @@ class Interface:
             leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
             if len(leaves) != len(self.arguments):
                 raise ExecutorchInputError(
-                    f"{method!r} takes {self._names()}, got {len(leaves)} inputs"
+                    f"{method!r} expects {self._names()}, got {len(leaves)} inputs"
                 )
         else:
             names = self.inputs.child(1).context
@@ -121,7 +122,7 @@ class Interface:
             leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if spec != self.inputs:
                 raise ExecutorchInputError(
-                    f"{method!r} takes {self._names()}, as inputs of structure "
+                    f"{method!r} expects {self._names()} with the structure "
                     f"{_drawn(self.inputs)}, got {_drawn(spec)}"
                 )
         checked = [a.checked(x, method) for a, x in zip(self.arguments, leaves, strict=True)]
@@ -139,8 +140,8 @@ class Interface:
                 first, other = seen.setdefault(size.symbol, (actual, name))
                 if size.symbol and actual != first:
                     raise ExecutorchInputError(
-                        f"input {name!r} of {method!r} has size {actual} in dimension {place}, which "
-                        f"must equal {first} of input {other!r}"
+                        f"input {name!r} of {method!r} has size {actual} in dimension "
+                        f"{place}, but it must equal {first} of input {other!r}"
                     )
 
     def result(self, outputs: Sequence[Any]) -> Any:
@@ -199,10 +200,10 @@ def check_inputs(exported: ExportedProgram) -> None:
         if isinstance(spec, torch.export.graph_signature.TensorArgument):
             continue
         if not constant or isinstance(spec.value, str):
-            what = "text" if constant else "a number that may vary"
+            what = "text" if constant else "a variable number"
             raise ExecutorchInputError(
-                f"input {spec.name!r} is {what}, which the runtime's Python binding does not take: export "
-                "a model that has it fixed, or that takes a tensor"
+                f"input {spec.name!r} is {what}, which the runtime's Python binding does not "
+                "support. Export a model with a fixed value, or with a tensor input"
             )
 
 

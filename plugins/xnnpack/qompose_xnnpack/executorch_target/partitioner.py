@@ -88,9 +88,9 @@ def leave_what_fails(configs: Mapping[str, Any], has_config: Callable[[Node], bo
 
     def failure(node: Node) -> str | None:
         if _is_dynamic_image(node, has_config):
-            return "XNNPACK cannot run it with the convolution that quantizes its result"
+            return "XNNPACK cannot run it together with the convolution that quantizes its output"
         if _is_norm_of_grouped_transpose(node):
-            return "ExecuTorch cannot fold it into a transposed convolution with groups"
+            return "ExecuTorch cannot fold it into a grouped transposed convolution"
         return None
 
     def guarded(takes: Callable[[Node, Any], bool], why: Any) -> Callable[[Node, Any], bool]:

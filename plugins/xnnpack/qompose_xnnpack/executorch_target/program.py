@@ -79,7 +79,7 @@ class ExecutorchMethod:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"method {self.name!r} is a part of a program: pickle the program")
+        raise TypeError(f"method {self.name!r} cannot be pickled on its own; pickle the program")
 
     def load(self) -> None:
         """Load the method into the runtime of this process; done by the first ``run`` otherwise.
@@ -125,7 +125,7 @@ class ExecutorchMethod:
 
     def __repr__(self) -> str:
         takes = ", ".join(f"{argument.name}: {argument}" for argument in self.interface.arguments)
-        return f"ExecutorchMethod({self.name!r}, takes {takes or 'nothing'})"
+        return f"ExecutorchMethod({self.name!r}, inputs: {takes or 'none'})"
 
 
 class ExecutorchProgram:
@@ -170,7 +170,7 @@ class ExecutorchProgram:
                 parts = unpacked(text)
             except (RuntimeError, KeyError, TypeError, ValueError, zlib.error) as error:
                 raise ExecutorchTargetError(
-                    f"{path} is not a program that qompose saved, or it is damaged: {error}"
+                    f"{path} is damaged or was not saved by qompose: {error}"
                 ) from error
         return cls(buffer, parts)
 
@@ -208,8 +208,8 @@ class ExecutorchProgram:
     def _only(self) -> ExecutorchMethod:
         if set(self.methods) != {FORWARD}:
             raise ExecutorchTargetError(
-                f"this program has methods, {', '.join(self.methods)}: use one of them, as in "
-                f"program.methods[{next(iter(self.methods))!r}]"
+                f"this program has several methods ({', '.join(self.methods)}); call one of "
+                f"them, for example program.methods[{next(iter(self.methods))!r}]"
             )
         return self.methods[FORWARD]
 
@@ -248,7 +248,7 @@ class ExecutorchProgram:
     __call__ = run
 
     def __repr__(self) -> str:
-        return f"ExecutorchProgram of {self.nbytes:,} bytes: {', '.join(self.methods)}"
+        return f"ExecutorchProgram ({self.nbytes:,} bytes, methods: {', '.join(self.methods)})"
 
     def __str__(self) -> str:
         lines = [f"{self!r}", *(f"{name}: {m.delegation}" for name, m in self.methods.items())]
@@ -271,9 +271,7 @@ def method_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return names of methods. Raises ``ExecutorchTargetError`` for the one that the file itself uses."""
     found = tuple(names)
     if INTERFACE in found:
-        raise ExecutorchTargetError(
-            f"a method cannot be called {INTERFACE!r}: the file has its own"
-        )
+        raise ExecutorchTargetError(f"a method cannot be named {INTERFACE!r}, which is reserved")
     return found
 
 

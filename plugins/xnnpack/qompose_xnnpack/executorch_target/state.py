@@ -40,9 +40,9 @@ def written_buffers(edge: Any, exported: Mapping[str, ExportedProgram]) -> dict[
         for path in shared.intersection(program.graph_signature.inputs_to_buffers.values()):
             if path not in nodes:
                 raise ExecutorchTargetError(
-                    f"method {name!r} only reads the buffer {path!r}, which another method writes to, and "
-                    f"XNNPACK would keep a constant copy of it: let {name!r} write to it too, or leave its "
-                    "reader without quantization"
+                    f"method {name!r} only reads the buffer {path!r}, which another method "
+                    f"writes to, so XNNPACK would keep a constant copy of it. Make {name!r} "
+                    "write to it too, or do not quantize its reader"
                 )
             initial = {**lowered[name].state_dict, **lowered[name].constants}[path]
             if initial.any():
@@ -56,8 +56,11 @@ def loading_note(written: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     if not paths or len(written) == 1:
         return ()
     return (
-        f"the methods {', '.join(written)} share the buffers {', '.join(paths)}: another runtime has to load "
-        "all methods before it runs one, into the same memory, since loading sets initial values",
+        (
+            f"the methods {', '.join(written)} share the buffers {', '.join(paths)}. Other "
+            "runtimes must load all methods into the same memory before running any of them, "
+            "because loading sets initial values"
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from qompose_xnnpack.executorch_target.program import (
 )
 from qompose_xnnpack.executorch_target.state import loading_note
 
-_GONE = "it is not in the program: it computes nothing, or nothing reads it"
+_GONE = "it is not in the program, because it computes nothing or nothing reads it"
 
 
 def finish(module: GraphModule, signature: CallSignature) -> Finished:
@@ -75,8 +75,9 @@ def _stored_twice(module: GraphModule, delegation: Delegation) -> Iterator[str]:
         outside = [reader for reader in readers if reader not in inside]
         if inside and outside:
             yield (
-                f"{node.target} ({value.nbytes:,} bytes) is in the program twice: XNNPACK keeps constants of "
-                f"its own, here for {_names(inside)}, and {_names(outside)} runs outside of it"
+                f"{node.target} ({value.nbytes:,} bytes) is stored twice in the program: "
+                f"XNNPACK has its own copy for {_names(inside)}, but {_names(outside)} runs "
+                "outside XNNPACK"
             )
 
 
@@ -99,12 +100,12 @@ def _operators(module: GraphModule) -> list[str]:
 def _fallbacks(delegation: Delegation) -> dict[int, str]:
     """Return why claims have no int8 kernel: an operator is portable, or computes in float."""
     reasons = {
-        op.claim: f"{op.name} computes in float in its delegate"
+        op.claim: f"{op.name} is computed in float in its delegate"
         for op in delegation.operators
         if op.claim is not None and not op.int8
     }
     return reasons | {
-        op.claim: f"{op.name} stayed with ExecuTorch's portable kernels: {op.reason}"
+        op.claim: f"{op.name} uses ExecuTorch's portable kernel: {op.reason}"
         for op in delegation.portable
         if op.claim is not None
     }
@@ -113,5 +114,7 @@ def _fallbacks(delegation: Delegation) -> dict[int, str]:
 def availability() -> str | None:
     """Return why the target cannot be used here, and the remedy; None where it can."""
     if find_spec("executorch") is None:
-        return 'the package executorch is missing: pip install "qompose-xnnpack[executorch]"'
+        return (
+            'the package executorch is not installed; run pip install "qompose-xnnpack[executorch]"'
+        )
     return None

@@ -72,7 +72,7 @@ class DynamicWeighted:
 def full_range(source: DynamicTensor) -> DynamicTensor:
     """Return `source` if it is quantized to all of int8, with a zero point. Raises `NotLowerable`."""
     if source.symmetric or (source.low, source.high, source.dtype) != (-128, 127, torch.int8):
-        raise NotLowerable(f"{source.node.name} is not quantized to the whole of int8, affine")
+        raise NotLowerable(f"{source.node.name} is not quantized to the full range of affine int8")
     return source
 
 
@@ -136,9 +136,7 @@ CLAMP = Kernel("clamp on integers", kit.ClampOnIntegers(operators.quantized_boun
 
 def _parameters(tensor: QuantizedTensor) -> list[Any]:
     if tensor.dtype is not torch.int8 or not isinstance(tensor.scale, float):
-        raise NotLowerable(
-            f"{tensor.node.name} is not int8 with one scale, which the kernel requires"
-        )
+        raise NotLowerable(f"{tensor.node.name} is not int8 with one scale")
     return [tensor.node, tensor.scale, tensor.zero_point]
 
 

@@ -154,7 +154,9 @@ def _check_rank(x: Tensor, weight: Tensor) -> None:
 
 def _check_scales(weight: Tensor, w_scale: Tensor, channels: int) -> None:
     if tuple(w_scale.shape) not in ((1,), (channels,)):
-        raise mismatch(f"the scales must be (1,) or ({channels},)", weight=weight, w_scale=w_scale)
+        raise mismatch(
+            f"the scales must have shape (1,) or ({channels},)", weight=weight, w_scale=w_scale
+        )
 
 
 def _per_image(

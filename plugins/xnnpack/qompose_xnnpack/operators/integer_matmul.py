@@ -99,8 +99,8 @@ def check_depth(depth: int) -> None:
     """Raise ``ValueError`` if ``depth`` products of a sum could leave the int32 range."""
     if depth > MAX_DEPTH:
         raise ValueError(
-            f"a sum of {depth} int8 products can leave the int32 range; at most {MAX_DEPTH} are "
-            "supported, so keep this operator in float"
+            f"a sum of {depth} int8 products may overflow int32 (at most {MAX_DEPTH} are "
+            "safe); keep this operator in float"
         )
 
 

@@ -16,7 +16,7 @@ def linear_shape(x: Tensor, weight: Tensor) -> list[int]:
     Raises ``ValueError`` if the last sizes differ.
     """
     if x.shape[-1] != weight.shape[1]:
-        raise mismatch("their last sizes differ", input=x, weight=weight)
+        raise mismatch("their last dimensions differ", input=x, weight=weight)
     return [*x.shape[:-1], weight.shape[0]]
 
 
@@ -30,8 +30,8 @@ def scaled_linear_shape(x: Tensor, weight: Tensor, w_scale: Tensor) -> list[int]
     groups = w_scale.shape[1] if w_scale.dim() == 2 else 1
     allowed = (outputs,) if w_scale.dim() == 2 else (outputs, 1)
     if w_scale.dim() not in (1, 2) or w_scale.shape[0] not in allowed or depth % groups:
-        groups_of = f"({outputs}, groups) with a number of groups that divides {depth}"
-        why = f"the scales must be (1,), ({outputs},) or {groups_of}"
+        groups_of = f"({outputs}, groups), where the number of groups divides {depth}"
+        why = f"the scales must have shape (1,), ({outputs},) or {groups_of}"
         raise mismatch(why, weight=weight, w_scale=w_scale)
     return shape
 
@@ -49,7 +49,7 @@ def conv_shape(
     Raises ``ValueError`` if input and weight do not match.
     """
     if x.dim() != weight.dim() or x.shape[1] != weight.shape[1] * groups:
-        why = f"the weight is for {weight.shape[1] * groups} channels in {groups} groups"
+        why = f"the weight expects {weight.shape[1] * groups} channels in {groups} groups"
         raise mismatch(why, input=x, weight=weight)
     stride, padding, dilation = per_axis(x.dim() - 2, stride, padding, dilation)
     lengths = [
@@ -77,20 +77,20 @@ def conv_transpose_shape(
     than the stride or the dilation of its axis, or if the output would be empty.
     """
     if x.dim() != weight.dim() or x.shape[1] != weight.shape[0]:
-        why = f"the weight is for {weight.shape[0]} channels"
+        why = f"the weight expects {weight.shape[0]} channels"
         raise mismatch(why, input=x, weight=weight)
     if groups > 1 and w_scale.numel() > 1:
-        why = "with groups, all channels share one scale"
+        why = "a grouped transposed convolution requires one scale for all channels"
         raise mismatch(why, weight=weight, w_scale=w_scale)
     geometry = (stride, padding, output_padding, dilation)
     stride, padding, extra, gaps = per_axis(x.dim() - 2, *geometry)
     if any(more >= max(step, gap) for more, step, gap in zip(extra, stride, gaps, strict=True)):
-        why = f"output_padding {extra} is not below stride {stride} or dilation {gaps}"
+        why = f"output_padding {extra} must be less than stride {stride} or dilation {gaps}"
         raise mismatch(why, input=x, weight=weight)
     axes = zip(x.shape[2:], weight.shape[2:], stride, padding, extra, gaps, strict=True)
     lengths = [transposed_length(*axis) for axis in axes]
     if any(length < 1 for length in lengths):
-        why = f"a padding of {padding} leaves an empty output"
+        why = f"padding {padding} leaves an empty output"
         raise mismatch(why, input=x, weight=weight)
     outputs = weight.shape[1] * groups
     return (x.shape[0], outputs, *lengths)

@@ -19,7 +19,7 @@ def not_depthwise(match: Match) -> str | None:
     operator = match.node("op")
     transposed = operator is not None and "transpose" in str(operator.target)
     if (weight[0] // groups if transposed else weight[1]) == 1:
-        return "XNNPACK has no dynamic convolution of one input channel, or of one per group"
+        return "XNNPACK has no dynamic convolution with one input channel, or one per group"
     return None
 
 
@@ -38,8 +38,8 @@ def not_pointwise(match: Match) -> str | None:
     if _one_pixel(match, "input") or not _one_pixel(match, "weight"):
         return None
     return (
-        "XNNPACK quantizes each pixel of a pointwise convolution separately, which the graph cannot "
-        "say; keep it static, or write it as a linear over the channels"
+        "XNNPACK quantizes each pixel of a pointwise convolution separately, which the graph "
+        "cannot express; keep it static, or write it as a linear over the channels"
     )
 
 
@@ -55,7 +55,7 @@ def output_padding_below_stride(match: Match) -> str | None:
     stride, extra = (kit.sizes(match.argument("op", name), 2) for name in names)
     if all(more < step for more, step in zip(extra, stride, strict=True)):
         return None
-    return f"its output_padding {extra} is not below its stride {stride}, which XNNPACK demands"
+    return f"its output_padding {extra} must be less than its stride {stride} for XNNPACK"
 
 
 def not_scalar(match: Match) -> str | None:
@@ -71,11 +71,11 @@ def mean_over_image(match: Match) -> str | None:
     """XNNPACK averages over height and width of an image."""
     dims: Any = match.captures.get("dim")
     if not isinstance(dims, (list, tuple)):
-        return "the mean is over everything"
+        return "it is a mean over all elements"
     if {dim % 4 for dim in dims} != {2, 3}:
         return "only means over height and width of an image run in int8"
     if match.argument("output", "dtype") is not None:
-        return "the mean is asked for in another dtype"
+        return "the mean has another output dtype"
     return None
 
 
@@ -88,14 +88,14 @@ def global_average(match: Match) -> str | None:
     whole = len(size) == 4 and list(size[2:]) == kernel and padding == [0, 0]
     if whole and divisor in (None, kernel[0] * kernel[1]):
         return None
-    return "XNNPACK averages windows in float; a window of the whole image runs in int8"
+    return "XNNPACK averages windows in float, except for a window of the whole image"
 
 
 def to_one_pixel(match: Match) -> str | None:
     """ExecuTorch turns an adaptive pooling into a mean only if one value per channel remains."""
     size: Any = match.captures.get("output_size")
     one = list(size) in ([1], [1, 1])
-    return None if one else f"adaptive pooling to {size} has no int8 form"
+    return None if one else f"adaptive pooling to {size} has no int8 kernel"
 
 
 def pooling_window(match: Match) -> str | None:
@@ -104,10 +104,10 @@ def pooling_window(match: Match) -> str | None:
     stride = kit.sizes(match.argument("output", "stride") or kernel, 2)
     if any(step > size for step, size in zip(stride, kernel, strict=True)):
         return (
-            f"windows of {kernel} leave gaps at a stride of {stride}, which XNNPACK does not take"
+            f"windows of {kernel} with stride {stride} leave gaps, which XNNPACK does not support"
         )
     if match.argument("output", "ceil_mode") and _has_unknown_size(match):
-        return "ceil_mode with sizes known only at run time, which XNNPACK does not take"
+        return "XNNPACK does not support ceil_mode with sizes known only at run time"
     return None
 
 

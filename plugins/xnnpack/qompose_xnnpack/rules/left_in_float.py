@@ -11,18 +11,18 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 
 _OPERATORS: dict[str, tuple[OpOverload, ...]] = {
-    "XNNPACK's graphs multiply two activations only in float": (
+    "XNNPACK multiplies two activations only in float": (
         aten.matmul.default,
         aten.bmm.default,
         aten.mm.default,
         aten.baddbmm.default,
         aten.scaled_dot_product_attention.default,
     ),
-    "XNNPACK has no convolution over three dimensions": (
+    "XNNPACK has no 3-D convolution": (
         aten.conv3d.default,
         aten.conv_transpose3d.input,
     ),
-    "XNNPACK's graphs compute it only in float": (aten.softmax.int,),
+    "XNNPACK computes it only in float": (aten.softmax.int,),
     "XNNPACK has no operator for it": (
         aten.layer_norm.default,
         aten.group_norm.default,

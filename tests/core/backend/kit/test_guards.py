@@ -43,7 +43,7 @@ def test_ranks() -> None:
     layer = nn.Conv2d(4, 2, 1)
     assert of_layer(kit.rank("input", 3, 4), "conv2d", layer, IMAGE) == ""
     said = of_layer(kit.rank("input", 4), "conv2d", layer, IMAGE[0])
-    assert said == "input has 3 dimensions, and the kernel takes 4"
+    assert said == "input has 3 dimensions, but the kernel requires 4"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_factors_that_are_parameters() -> None:
     ("function", "expected"),
     [
         (lambda m, x: x.mean(1), ""),
-        (lambda m, x: x.mean(1, dtype=torch.float64), "another dtype"),
-        (lambda m, x: aten.mean.dim(x, []), "over everything"),
+        (lambda m, x: x.mean(1, dtype=torch.float64), "dtype"),
+        (lambda m, x: aten.mean.dim(x, []), "over all elements"),
     ],
 )
 def test_means(function: Callable[[Any, Tensor], Tensor], expected: str) -> None:
@@ -137,8 +137,8 @@ def test_dropout_in_training() -> None:
     ("pad", "expected"),
     [
         (lambda x: F.pad(x, (1, 1, 2, 0)), ""),
-        (lambda x: F.pad(x, (1, 1, 2, 0), value=1.0), "zeros"),
-        (lambda x: F.pad(x, (1, 1, 2, 0), mode="replicate"), "zeros"),
+        (lambda x: F.pad(x, (1, 1, 2, 0), value=1.0), "zero padding"),
+        (lambda x: F.pad(x, (1, 1, 2, 0), mode="replicate"), "zero padding"),
         (lambda x: F.pad(x, (1, 1, 2, -1)), "crops"),
     ],
 )

@@ -47,7 +47,7 @@ def test_computes_and_knows_its_shape(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_wrong_arguments_name_the_operator(name: str) -> None:
     operator = OPERATORS[name]
-    with pytest.raises(TypeError, match=f"{name} takes float32 for `x`, got torch.int8"):
+    with pytest.raises(TypeError, match=f"{name}: `x` must be float32, got torch.int8"):
         operator(torch.ones(2, dtype=torch.int8), 2.0)
     with pytest.raises(ValueError, match=f"^qompose_kit_test::{name}: factor"):
         operator(torch.ones(2), 0.0)

@@ -263,7 +263,7 @@ class TestWhatIsNotDone:
 
         heard = logged(logging.INFO, "qompose")
         hosted(net(), qompose.compose(Annotator(output)))
-        assert "annotates output" in heard.text
+        assert "annotation of output" in heard.text
 
 
 class TestBodies:

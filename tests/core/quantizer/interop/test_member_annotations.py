@@ -184,7 +184,7 @@ class TestDependents:
             assert {"linear_weight -> linear", "output of linear"} <= found
             assert not {"view -> linear", "linear_bias -> linear"} & found
             for place in ("view -> linear", "linear_bias -> linear"):
-                (note,) = [n for n in plan_of(prepared).notes if f"annotates {place}," in n]
+                (note,) = [n for n in plan_of(prepared).notes if f"annotation of {place} by" in n]
                 assert "tests.By" in note and "view" in note.partition(place)[2]
             assert torch.equal(prepared(X), WRITTEN.module()(X))
             qompose.convert_pt2e(prepared)

@@ -131,7 +131,7 @@ def test_a_batch_norm_that_nobody_wants_folded_stays() -> None:
     prepared = prepare(export(model, randn(1, 2, 4, 4)), qompose.compose(Convolutions()))
     assert not plan_of(prepared).claims and calls(prepared, aten.batch_norm.default)
     (row,) = [r for r in qompose.report(prepared).rows if r.operator == "aten.conv2d"]
-    assert "it does not want it with the batch norm folded" in row.reason
+    assert "it does not claim it with the batch norm folded" in row.reason
 
 
 def finite(buffer: Tensor) -> Tensor:
@@ -381,5 +381,5 @@ def test_a_node_in_front_of_what_it_reads_is_named() -> None:
             silu.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
             return model
 
-    with pytest.raises(MemberError, match=r"^tests\.Hasty: .* neg\w* before silu\b"):
+    with pytest.raises(MemberError, match=r"^tests\.Hasty: .* neg\w* before its input silu\b"):
         prepare(PROGRAM, qompose.compose(Linears(), Hasty()))
