@@ -458,18 +458,18 @@ def _too_small(arguments: list[Any]) -> None:
 
 WRONG = {
     "smaller than the kernel": _too_small,
-    "neither uint8, int8 nor float32": lambda a: a.__setitem__(
-        5, torch.ones(1, 4, 4, 5).bfloat16()
+    "must be uint8, int8 or float32": lambda a: a.__setitem__(5, torch.ones(1, 4, 4, 5).bfloat16()),
+    "the added tensor has the wrong shape": lambda a: a.__setitem__(5, torch.ones(1, 4, 2, 5)),
+    "must be contiguous": lambda a: a.__setitem__(
+        0, a[0].transpose(1, 3).contiguous().transpose(1, 3)
     ),
-    "the summand has another shape": lambda a: a.__setitem__(5, torch.ones(1, 4, 2, 5)),
-    "not contiguous": lambda a: a.__setitem__(0, a[0].transpose(1, 3).contiguous().transpose(1, 3)),
-    "not four axes": lambda a: a.__setitem__(0, a[0][0]),
-    "x is not uint8": lambda a: a.__setitem__(0, a[0].float()),
-    "a constant has another type": lambda a: a.__setitem__(3, a[3].double()),
-    "packed for other vectors": lambda a: a.__setitem__(
+    "must have four dimensions": lambda a: a.__setitem__(0, a[0][0]),
+    "x must be uint8": lambda a: a.__setitem__(0, a[0].float()),
+    "a constant has the wrong dtype": lambda a: a.__setitem__(3, a[3].double()),
+    "packed for another vector width": lambda a: a.__setitem__(
         6, ProductSizes.read(a[6])._replace(lanes=4).flat()
     ),
-    "a constant has another size": lambda a: a.__setitem__(1, a[1][:-1]),
+    "a constant has the wrong size": lambda a: a.__setitem__(1, a[1][:-1]),
 }
 
 

@@ -13,7 +13,7 @@ Strided<T> strided(AtenTensorHandle tensor) {
   check(aoti_torch_get_dim(tensor, &axes));
   check(aoti_torch_get_sizes(tensor, &sizes));
   check(aoti_torch_get_strides(tensor, &strides));
-  require(axes <= 4, "a tensor has more than four axes");
+  require(axes <= 4, "a tensor must have at most four dimensions");
   Strided<T> result = {data_of<T>(tensor), {}};
   for (int64_t axis = 0; axis < axes; ++axis)
     result.strides[4 - axes + axis] = sizes[axis] == 1 ? 0 : strides[axis];
@@ -23,7 +23,7 @@ Strided<T> strided(AtenTensorHandle tensor) {
 inline const int64_t* four_sizes(AtenTensorHandle tensor) {
   int64_t *sizes = nullptr, axes = 0;
   check(aoti_torch_get_dim(tensor, &axes));
-  require(axes == 4, "a tensor has not four axes");
+  require(axes == 4, "a tensor must have four dimensions");
   check(aoti_torch_get_sizes(tensor, &sizes));
   return sizes;
 }
@@ -40,17 +40,17 @@ inline void set_mask(Heads& a, AtenTensorHandle mask) {
   check(aoti_torch_get_dim(mask, &axes));
   check(aoti_torch_get_sizes(mask, &sizes));
   for (int64_t axis = 0; axis < axes; ++axis)
-    require(sizes[axis] == 1 || sizes[axis] == scores[4 - axes + axis], "a mask has another shape");
+    require(sizes[axis] == 1 || sizes[axis] == scores[4 - axes + axis], "the mask has the wrong shape");
 }
 
 // Sizes of queries, keys and values, which are of one type.
 inline Heads heads_of(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, int32_t dtype) {
   for (const AtenTensorHandle tensor : {query, key, value})
-    require(dtype_of(tensor) == dtype, "queries, keys or values are of another type");
+    require(dtype_of(tensor) == dtype, "queries, keys or values have the wrong dtype");
   const int64_t *q = four_sizes(query), *k = four_sizes(key), *v = four_sizes(value);
   require(k[0] == q[0] && v[0] == q[0] && k[3] == q[3] && std::equal(k + 1, k + 3, v + 1),
           "queries, keys and values do not fit each other");
-  require(k[1] == 0 ? q[1] == 0 : q[1] % k[1] == 0, "heads of queries are no multiple of those of keys");
+  require(k[1] == 0 ? q[1] == 0 : q[1] % k[1] == 0, "query heads must be a multiple of key heads");
   return {q[0], q[1], k[1], q[2], k[2], q[3], v[3]};
 }
 
@@ -80,7 +80,7 @@ inline AtenTensorHandle call_float_attention(AtenTensorHandle query, AtenTensorH
 inline AtenTensorHandle call_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
                                        AtenTensorHandle* mask, const int64_t* s, const double* e) {
   Attention a = {heads_of(query, key, value, aoti_torch_dtype_uint8())};
-  require(a.keys <= MOST_KEYS, "there are more than 65536 keys");
+  require(a.keys <= MOST_KEYS, "at most 65536 keys are supported");
   a.q = strided<uint8_t>(query);
   a.k = strided<uint8_t>(key);
   a.v = strided<uint8_t>(value);

@@ -35,13 +35,13 @@ const T* values_if(AtenTensorHandle* tensor, int32_t dtype, int64_t count) {
 inline AtenTensorHandle call(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle scales,
                              AtenTensorHandle* zero_points, AtenTensorHandle* columns, AtenTensorHandle* bias,
                              const int64_t* s, int64_t size_count) {
-  require(size_count == SIZES, "another version of the list of numbers");
-  require(dtype_of(x) == aoti_torch_dtype_float32(), "x is not float32");
+  require(size_count == SIZES, "the list of numbers has the wrong length");
+  require(dtype_of(x) == aoti_torch_dtype_float32(), "x must be float32");
   int64_t *sizes = nullptr, axes = 0, rows = 1, step = 1;
   check(aoti_torch_get_dim(x, &axes));
   check(aoti_torch_get_sizes(x, &sizes));
   const int64_t given = sizes[axes - 1];
-  require(given == s[INPUTS], "x has other channels than the weight");
+  require(given == s[INPUTS], "x and the weight have different channels");
   std::vector<int64_t> shape(sizes, sizes + axes), strides(axes);
   shape.back() = s[CHANNELS];
   for (int64_t axis = axes - 1; axis >= 0; --axis) {

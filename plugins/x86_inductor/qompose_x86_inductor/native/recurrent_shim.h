@@ -9,12 +9,12 @@ namespace qompose_x86 {
 inline const int64_t* three_sizes(AtenTensorHandle tensor) {
   int64_t *sizes = nullptr, *strides = nullptr, axes = 0, step = 1;
   check(aoti_torch_get_dim(tensor, &axes));
-  require(axes == 3, "a tensor has not three axes");
-  require(kind_of(tensor) == FLOAT32, "a tensor is not float32");
+  require(axes == 3, "a tensor must have three dimensions");
+  require(kind_of(tensor) == FLOAT32, "a tensor must be float32");
   check(aoti_torch_get_sizes(tensor, &sizes));
   check(aoti_torch_get_strides(tensor, &strides));
   for (int axis = 2; axis >= 0; step *= std::max<int64_t>(1, sizes[axis--]))
-    require(sizes[axis] <= 1 || strides[axis] == step, "a tensor is not contiguous");
+    require(sizes[axis] <= 1 || strides[axis] == step, "a tensor must be contiguous");
   return sizes;
 }
 
@@ -28,12 +28,12 @@ inline const float* state_of(AtenTensorHandle tensor, const Recurrent& r, int64_
 inline void call_recurrent(AtenTensorHandle x, AtenTensorHandle hidden, AtenTensorHandle* cell,
                            AtenTensorHandle weights, AtenTensorHandle starts, AtenTensorHandle values,
                            const int64_t* s, int64_t count, AtenTensorHandle* results) {
-  require(count == RECURRENT_SIZES, "another version of the list of numbers");
-  require(s[RECURRENT_LANES] == LANES, "the weights are packed for other vectors");
-  require((s[GATES] == LSTM_GATES) == (cell != nullptr), "an LSTM has a cell state, and a GRU has none");
+  require(count == RECURRENT_SIZES, "the list of numbers has the wrong length");
+  require(s[RECURRENT_LANES] == LANES, "the weights are packed for another vector width");
+  require((s[GATES] == LSTM_GATES) == (cell != nullptr), "an LSTM requires a cell state, a GRU has none");
   const int64_t *given = three_sizes(x), by_batch = s[BATCH_FIRST];
   Recurrent r = recurrent_of(s, given[by_batch ? 1 : 0], given[by_batch ? 0 : 1]);
-  require(given[2] == r.input_width, "x has another width than the weights");
+  require(given[2] == r.input_width, "x and the weights have different widths");
   const Totals totals = totals_of(r);
   r.x = data_of<float>(x);
   r.first_hidden = state_of(hidden, r, r.width());

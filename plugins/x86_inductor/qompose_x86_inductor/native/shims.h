@@ -37,18 +37,18 @@ inline Kind kind_of(AtenTensorHandle tensor) {
   const int32_t dtype = dtype_of(tensor);
   for (const Kind kind : {UINT8, INT8, FLOAT32})
     if (dtype == dtype_of(kind)) return kind;
-  throw std::invalid_argument("a tensor is neither uint8, int8 nor float32");
+  throw std::invalid_argument("a tensor must be uint8, int8 or float32");
 }
 
 // Sizes of a tensor of four axes without gaps, as compilers are told to give it.
 inline const int64_t* sizes_of(AtenTensorHandle tensor) {
   int64_t *sizes = nullptr, *strides = nullptr, axes = 0, step = 1;
   check(aoti_torch_get_dim(tensor, &axes));
-  require(axes == 4, "a tensor has not four axes");
+  require(axes == 4, "a tensor must have four dimensions");
   check(aoti_torch_get_sizes(tensor, &sizes));
   check(aoti_torch_get_strides(tensor, &strides));
   for (int axis = 3; axis >= 0; step *= std::max<int64_t>(1, sizes[axis--]))
-    require(sizes[axis] <= 1 || strides[axis] == step, "a tensor is not contiguous");
+    require(sizes[axis] <= 1 || strides[axis] == step, "a tensor must be contiguous");
   return sizes;
 }
 
@@ -81,15 +81,15 @@ inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHand
                              AtenTensorHandle start, AtenTensorHandle scale, AtenTensorHandle bias,
                              AtenTensorHandle* other, const int64_t* s, int64_t size_count, const double* e,
                              int64_t end_count) {
-  require(size_count == SIZES && end_count == ENDS, "another version of the lists of numbers");
-  require(s[VECTOR_LANES] == LANES, "the weight is packed for other vectors");
-  require(kind_of(x) == UINT8, "x is not uint8");
+  require(size_count == SIZES && end_count == ENDS, "the lists of numbers have the wrong length");
+  require(s[VECTOR_LANES] == LANES, "the weight is packed for another vector width");
+  require(kind_of(x) == UINT8, "x must be uint8");
   const Image image = image_of(data_of<uint8_t>(x), sizes_of(x), s);
   const int64_t channels = s[OUT_CHANNELS], unit = by_channel ? CHANNELS : LANES,
                 whole = (channels + unit - 1) / unit * unit;
   const int64_t sizes[] = {image.n, image.oh, image.ow, channels};
-  require(!by_channel || image.c == channels, "x has other channels than the weight");
-  if (other) require(std::equal(sizes, sizes + 4, sizes_of(*other)), "the summand has another shape");
+  require(!by_channel || image.c == channels, "x and the weight have different channels");
+  if (other) require(std::equal(sizes, sizes + 4, sizes_of(*other)), "the added tensor has the wrong shape");
   const Constants constants = {
       values_of<int8_t>(weight, aoti_torch_dtype_int8(), packed_bytes(by_channel, image, channels)),
       values_of<int32_t>(start, aoti_torch_dtype_int32(), whole),
@@ -102,7 +102,7 @@ inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHand
 }
 
 inline AtenTensorHandle call_planes(AtenTensorHandle x, double scale, int64_t zp, int64_t low, int64_t high) {
-  require(kind_of(x) == FLOAT32, "x is not float32");
+  require(kind_of(x) == FLOAT32, "x must be float32");
   const int64_t* from = sizes_of(x);
   const int64_t channels = from[1], pixels = from[2] * from[3];
   const int64_t sizes[] = {from[0], from[2], from[3], channels};

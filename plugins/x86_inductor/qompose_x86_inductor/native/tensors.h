@@ -15,7 +15,7 @@
 namespace qompose_x86 {
 
 inline void check(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("torch refuses a tensor");
+  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("torch rejected a tensor");
 }
 
 inline void require(bool condition, const char* otherwise) {
@@ -58,8 +58,8 @@ inline int64_t count_of(AtenTensorHandle tensor) {
 // Data of a constant, which has so many values of a type.
 template <typename T>
 const T* values_of(AtenTensorHandle tensor, int32_t dtype, int64_t count) {
-  require(dtype_of(tensor) == dtype, "a constant has another type");
-  require(count_of(tensor) == count, "a constant has another size");
+  require(dtype_of(tensor) == dtype, "a constant has the wrong dtype");
+  require(count_of(tensor) == count, "a constant has the wrong size");
   return data_of<T>(tensor);
 }
 
