@@ -68,7 +68,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "path_of_quantize",
-        "Through how many files of core does one call of quantize lead?",
+        "How many files of core does one call of quantize pass through?",
         ("qompose",),
         (),
         figures=False,
@@ -88,7 +88,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "accuracy",
-        "How accurate are int8 networks on unseen data, next to every peer?",
+        "How accurate are int8 networks on unseen data, compared with every peer?",
         _ON_X86,
         ("--quick", "--tasks", "digits", "recommender", "--batches", "1"),
     ),
@@ -299,17 +299,19 @@ def _summarize(out: Path, benchmarks: Sequence[Benchmark], facts: dict[str, Any]
 
 
 def _doubts(result: Result, facts: dict[str, Any]) -> list[str]:
-    """Why figures count for less than they seem to, a line each, and an empty one behind them."""
+    """What limits the meaning of the figures: a line each, followed by an empty one."""
     doubts = []
     if result.quick:
-        doubts.append("**A look only: few and short rounds. These figures mean nothing.**")
+        doubts.append(
+            "**Only a quick look, with few and short rounds. These figures mean nothing.**"
+        )
     if result.busy is None:
-        doubts.append("**Whether other processes were at work is not known here.**")
+        doubts.append("**It is unknown whether other processes were running.**")
     elif result.busy > machine.IDLE:
         doubts.append(f"**Other processes used {result.busy:.0%} of the cores.**")
     if result.machine != facts:
         doubts.append(
-            "**Measured with other versions, or on another machine; the JSON file has which.**"
+            "**Measured with other versions or on another machine; the JSON file says which.**"
         )
     if result.status:
         doubts.append(f"**The script failed, with {result.status}.**")
@@ -317,7 +319,7 @@ def _doubts(result: Result, facts: dict[str, Any]) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Print beside the tables, not among them."""
+    """Print to standard error, apart from the tables."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of quantized bags goes: the same bags from caches, in order, from huge pages, at fewer bits.
+"""What limits the speed of bags: the same bags from caches, in order, from huge pages, at fewer bits.
 
-The kernels are torch's own, called directly. A line for each table and each kind of ids, with the least time
-of many calls: what the machine can do, whoever else runs on it.
+The kernels are torch's own, called directly. One row per table and kind of ids, with the minimum time of
+many calls, which other processes disturb little.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed, size and accuracy of a language model with a cache and few-bit weights, compared with peers.
 
-LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine runs in
-a process of its own. OpenVINO and ONNX Runtime get the cache as inputs and outputs.
+LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine has
+its own process. OpenVINO and ONNX Runtime get the cache as inputs and outputs.
 """
 
 from __future__ import annotations

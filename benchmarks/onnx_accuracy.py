@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of files for ONNX Runtime compared with the converted models they come from, and what was fused.
 
-Every model of the zoo is quantized by the `onnx` backend with draws of its inputs, and judged on others: the
-SQNR to the float model of the Q/DQ model in torch and of the file in ONNX Runtime, and of the operators that
-the backend claimed, how many ONNX Runtime runs in int8 or only moves.
+Every model of the zoo is quantized by the `onnx` backend with random inputs and judged on others: the SQNR
+against the float model, of the Q/DQ model in torch and of the file in ONNX Runtime, and how many of the
+operators that the backend claimed ONNX Runtime runs in int8 or only moves.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of core that one `qompose.quantize` leads a reader through, and how often it leads back.
+"""How many files of core one `qompose.quantize` passes through, and how often it returns to one of them.
 
-A function counts once, when it is first called: that is where someone who follows the call reads it. A stay
-is a run of such functions in one file; a return is a stay in a file that was left before. Three ways are
-counted: that of `backends`, through the functions that are given what it becomes (names, quantizers,
-backends, claims, plan, record) and hand it on to others; through all that are given it; and that of all.
+A function counts once, at its first call, where someone who follows the call reads it. A stay is a run of
+such functions in one file; a return is a stay in a file that was left before. Three paths are counted: that
+of the argument `backends` through functions that receive what it becomes (names, quantizers, backends,
+claims, plan, record) and pass it on; through all functions that receive it; and that of all functions.
 """
 
 from __future__ import annotations

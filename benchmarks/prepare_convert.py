@@ -2,8 +2,8 @@
 """Time and peak memory of prepare and convert: qompose and torchao, in one run, on one thread.
 
 Time: chains of N x (linear, relu), 8 wide, so that all of it is the engine's own work. Both engines get
-the same exported program and the XNNPACK quantizer of their side in its default configuration, and run
-in turn; a column is the median of the repeats.
+the same exported program and their own XNNPACK quantizer in its default configuration, and are
+interleaved; a column is the median of the repeats.
 
 Memory: a model that is all weights. A process for each engine prepares, calibrates with one row and
 converts in place, with nothing else holding the float model, and reads its peak from Linux.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed, size and fidelity on ExecuTorch's XNNPACK: float, the stock int8 flow and qompose, side by side.
+"""Speed, size and accuracy on ExecuTorch's XNNPACK: float, the stock int8 flow and qompose.
 
-Every engine gets the same model, calibration inputs and held-out inputs, and runs in a process of its
-own. The processes of a model run in turn, round after round, so that a slow minute is slow for all.
+Every engine gets the same model, calibration inputs and held-out inputs, and has its own process. Their
+rounds are interleaved, so that a slow minute is slow for all.
 """
 
 from __future__ import annotations

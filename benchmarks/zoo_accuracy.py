@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How true small architectures stay as Q/DQ models: ours as it comes, ours on a peer's operators, and peers.
+"""Accuracy of small architectures as Q/DQ models: qompose, qompose on a peer's operators, and peers.
 
-Weights are random, and figures of one draw vary by some decibels: `--draws` perturbs them, and takes the
-mean of the errors.
+Weights are random, and figures vary by some decibels between sets of weights: `--draws` perturbs the weights
+and averages the errors.
 """
 
 from __future__ import annotations
