@@ -185,7 +185,7 @@ needs_native = pytest.mark.skipif(
 @pytest.mark.parametrize("mode", ["package", pytest.param("default", marks=pytest.mark.full)])
 @pytest.mark.parametrize("floats", [False, True])
 def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
-    model = left_in_float(in_float(), *inputs(4, 9, floats=floats), dynamic=True)
+    model = left_in_float(in_float(), *inputs(4, 50, floats=floats), dynamic=True)
     assert calls_in_float(model) == 1
     path = tmp_path / "model.pt2" if mode == "package" else None
     assert_same(qompose.compile_lowered(model, mode, path=path), model, floats=floats)
@@ -193,7 +193,7 @@ def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
 
 @needs_native
 def test_causal_attention_in_float_without_a_mask() -> None:
-    x = inputs(2, 12, floats=True)[0]
+    x = inputs(2, 60, floats=True)[0]
     model = left_in_float(in_float(is_causal=True, scale=0.1), x)
     assert calls_in_float(model) == 1
     expected = model(x)
@@ -203,7 +203,7 @@ def test_causal_attention_in_float_without_a_mask() -> None:
 @needs_native
 @pytest.mark.parametrize(
     ("length", "options"),
-    [(native_attention.FEWEST_QUERIES - 1, {}), (12, {"dropout_p": 0.1})],
+    [(native_attention.FEWEST_QUERIES - 1, {}), (60, {"dropout_p": 0.1})],
     ids=["few queries", "dropout"],
 )
 def test_attention_that_stays_torchs(length: int, options: dict[str, Any]) -> None:
@@ -219,4 +219,4 @@ def test_heads_that_repeat_stay_torchs() -> None:
         means = F.scaled_dot_product_attention(heads[:, :HEADS], key, key)
         return m.out(means.transpose(1, 2).flatten(2))
 
-    assert calls_in_float(left_in_float(forward, inputs(2, 12, floats=True)[0])) == 0
+    assert calls_in_float(left_in_float(forward, inputs(2, 60, floats=True)[0])) == 0

@@ -55,7 +55,9 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
     mask = a_mask(draw(st.sampled_from(MASKS)), shape)
     is_causal = mask is None and draw(st.booleans())
-    return query, key, value, mask, is_causal, draw(st.sampled_from([0.0, 0.3, -1.0]))
+    # torch multiplies what hides later keys, -inf, by the scale: NaN where that is 0.
+    scale = 0.3 if is_causal else draw(st.sampled_from([0.0, 0.3, -1.0]))
+    return query, key, value, mask, is_causal, scale
 
 
 @given(st.data())
@@ -120,6 +122,20 @@ def test_what_is_no_number_stays_none(library: ctypes.CDLL, where: str, value: f
 def test_tiny_and_huge_scores(library: ctypes.CDLL, size: float) -> None:
     query, key, value, *rest = a_call()
     agree(run(library, query * size, key, value, *rest), (query * size, key, value, *rest))
+
+
+@pytest.mark.parametrize("kind", ["keep", "infinite", "lowest", "causal"])
+def test_what_is_masked_weighs_nothing(library: ctypes.CDLL, kind: str) -> None:
+    """Of a cache, what is not written yet may be anything."""
+    query, key, value, _, _, scale = a_call(length=50)
+    mask, causal = torch.ones(50, 50, dtype=torch.bool).tril(), kind == "causal"
+    value[..., 25:, :] = 3e38
+    lowest = torch.finfo(torch.float32).min if kind == "lowest" else -math.inf
+    wide = None if causal else torch.zeros(50, 50).masked_fill(~mask, lowest)
+    given = mask if kind == "keep" else wide
+    got = run(library, query, key, value, given, causal, scale)[:, :25]
+    wanted = float_attention.reference(query, key, value, given, causal, scale)[:, :25]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
 def test_many_keys(library: ctypes.CDLL) -> None:

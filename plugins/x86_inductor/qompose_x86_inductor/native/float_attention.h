@@ -11,6 +11,9 @@ namespace qompose_x86 {
 struct FloatAttention : Heads {
   Strided<float> q, k, v;
   float scale;
+
+  // All rows of a tile up to 87,000 keys: with fewer, keys and values come from memory again and again.
+  int64_t rows_at_once() const { return rows_within(1 << 20); }
 };
 
 // Products of ROWS rows, as long as `depth`, and a panel, of each of whose lines there are WIDTH vectors.
@@ -161,15 +164,15 @@ class AttendingFloats {
   }
 
   void score(int64_t batch, int64_t head, int64_t row, int rows) {
-    const float* where[TALLEST];
+    const float* starts[TALLEST];
     for (int r = 0; r < rows; ++r) {
-      where[r] = a.q.at(batch, head, row + r);
+      starts[r] = a.q.at(batch, head, row + r);
       if (a.q.strides[3] == 1) continue;
-      copy(where[r], a.q.strides[3], a.width, s.rows + r * a.width, a.width);
-      where[r] = s.rows + r * a.width;
+      copy(starts[r], a.q.strides[3], a.width, s.rows + r * a.width, a.width);
+      starts[r] = s.rows + r * a.width;
     }
     for (int64_t first = 0; first < used; first += PANEL)
-      multiply(vectors_at(first, used), rows, where, a.width, s.keys + first * a.width, PANEL, a.scale,
+      multiply(vectors_at(first, used), rows, starts, a.width, s.keys + first * a.width, PANEL, a.scale,
                s.scores + first, row_keys);
   }
 
@@ -180,7 +183,9 @@ class AttendingFloats {
     if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
     Floats sum = floats(0);
     for (int64_t i = 0; i < used; i += LANES) {
-      const Floats probability = exponential(sub(load(scores + i), floats(most)));
+      const Floats below = sub(load(scores + i), floats(most)), e = exponential(below);
+      // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
+      const Floats probability = where(less(below, floats(-87)), floats(0), e);
       store(scores + i, probability);
       sum = add(sum, probability);
     }
@@ -189,11 +194,11 @@ class AttendingFloats {
 
   // Sums of probabilities and values.
   void gather(int rows) {
-    const float* where[TALLEST];
-    for (int r = 0; r < rows; ++r) where[r] = s.scores + r * row_keys;
+    const float* starts[TALLEST];
+    for (int r = 0; r < rows; ++r) starts[r] = s.scores + r * row_keys;
     for (int64_t first = 0; first < columns; first += PANEL) {
       const int vectors = vectors_at(first, columns);
-      multiply(vectors, rows, where, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
+      multiply(vectors, rows, starts, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
                columns);
     }
   }

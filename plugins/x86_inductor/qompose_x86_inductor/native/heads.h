@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <vector>
+#include <memory>
 
 #include "lanes.h"
 #include "threads.h"
@@ -28,8 +28,7 @@ struct Strided {
 };
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
-constexpr int TALLEST = 12;               // rows of scores at a time, where they are not too long
-constexpr int64_t MOST_SCORES = 1 << 16;  // of all those rows
+constexpr int TALLEST = 12;  // rows of scores at a time, where they are not too long
 
 inline int64_t rounded_up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
@@ -43,8 +42,9 @@ struct Heads {
   bool causal;
 
   int64_t row_keys() const { return rounded_up(keys, 64); }  // of a row of scores in memory
-  int64_t rows_at_once() const {
-    return std::min<int64_t>(TALLEST, std::max<int64_t>(1, MOST_SCORES / rounded_up(keys + 1, 64)));
+  int64_t rows_at_once() const { return rows_within(1 << 16); }
+  int64_t rows_within(int64_t scores) const {
+    return std::min<int64_t>(TALLEST, std::max<int64_t>(1, scores / rounded_up(keys + 1, 64)));
   }
   // Keys that count for some of the rows before `end`.
   int64_t keys_until(int64_t end) const { return causal ? std::min(keys, end) : keys; }
@@ -53,10 +53,8 @@ struct Heads {
   // NaN or infinite.
   float mask_row(float* scores, int64_t batch, int64_t head, int64_t row, int64_t used) const {
     const int64_t end = keys_until(row + 1);
-    const auto* added = reinterpret_cast<const float*>(mask.data) + mask.offset(batch, head, row, 0);
-    if (mask_kind == ADDED) mask_with(scores, added, end, [](float score, float x) { return score + x; });
-    if (mask_kind == KEEP)
-      mask_with(scores, mask.at(batch, head, row), end, [](float score, bool x) { return x ? score : -INFINITE; });
+    if (mask_kind == ADDED) add_mask(scores, mask.offset(batch, head, row, 0), end);
+    if (mask_kind == KEEP) keep(scores, mask.at(batch, head, row), end);
     for (int64_t i = end; i < rounded_up(used, 16); ++i) scores[i] = -INFINITE;
     if (mask_kind == ADDED && !all_usable(scores, used)) return std::numeric_limits<float>::quiet_NaN();
     Floats most = floats(-INFINITE);
@@ -65,10 +63,27 @@ struct Heads {
   }
 
  private:
-  template <typename T, typename Change>
-  void mask_with(float* scores, const T* values, int64_t end, Change change) const {
+  // These two change scores behind `end` as well, as far as a vector goes.
+  void add_mask(float* scores, int64_t offset, int64_t end) const {
+    const float* values = reinterpret_cast<const float*>(mask.data) + offset;
     const int64_t step = mask.strides[3];
-    for (int64_t i = 0; i < end; ++i) scores[i] = change(scores[i], values[i * step]);
+    if (step == 1)
+      for (int64_t i = 0; i < end; i += LANES)
+        store(scores + i, add(load(scores + i), load(first_lanes(end - i), values + i)));
+    else
+      for (int64_t i = 0; i < end; ++i) scores[i] += values[i * step];
+  }
+
+  void keep(float* scores, const uint8_t* kept, int64_t end) const {
+    const int64_t step = mask.strides[3];
+    const Floats zero = floats(0), hidden = floats(-INFINITE);
+    if (step == 1)
+      for (int64_t i = 0; i < end; i += LANES) {
+        const Floats each = to_floats(widened_unsigned(first_lanes(end - i), kept + i));
+        store(scores + i, where(less(zero, each), load(scores + i), hidden));
+      }
+    else
+      for (int64_t i = 0; i < end; ++i) scores[i] = kept[i * step] ? scores[i] : -INFINITE;
   }
 
   static bool all_usable(const float* scores, int64_t used) {
@@ -109,8 +124,8 @@ void attend_with(const Description& a, int64_t products, void* out, int availabl
   Parts measured(nullptr);
   typename Worker::Scratch(a, measured);
   const int64_t size = measured.size();
-  std::vector<uint8_t> memory(size * threads + 64);
-  uint8_t* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  const std::unique_ptr<uint8_t[]> memory(new uint8_t[size * threads + 64]);  // a vector would fill it
+  uint8_t* start = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
   in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
     Parts own(start + thread * size);
     Worker worker(a, typename Worker::Scratch(a, own), out);

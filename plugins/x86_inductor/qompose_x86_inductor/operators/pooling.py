@@ -71,7 +71,7 @@ def avg_pool2d_in_graph(
     check_quantized("avg_pool2d", x, 4)
     output = Output(*out).checked("avg_pool2d")
     window = [_pair(sizes) for sizes in (kernel_size, stride or kernel_size, padding)]
-    if all(map(_is_alone, x.shape[2:], *window, [ceil_mode] * 2)):
+    if divisor_override != 0 and all(map(_is_alone, x.shape[2:], *window, [ceil_mode] * 2)):
         sides = [
             side + 2 * pad * count_include_pad
             for side, pad in zip(x.shape[2:], window[2], strict=True)
@@ -79,7 +79,7 @@ def avg_pool2d_in_graph(
         return channels_last(
             _means(x, x_scale, x_zp, [2, 3], True, divisor_override or math.prod(sides), output)
         )
-    exact = torch.float32 if math.prod(kernel_size) < 2**16 else torch.float64
+    exact = torch.float32 if math.prod(window[0]) < 2**16 else torch.float64
     options: Any = (padding, ceil_mode, count_include_pad, divisor_override)
     pooled = F.avg_pool2d(x.to(exact) - x_zp, kernel_size, stride, *options)
     return channels_last(output.quantize(pooled * x_scale))
