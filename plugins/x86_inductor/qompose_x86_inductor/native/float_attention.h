@@ -55,7 +55,8 @@ MultiplyTile multiply_of(int rows) {
 // The same of any number of rows.
 inline void multiply(int width, int rows, const float* const* from, int64_t depth, const float* panel,
                      int64_t line, float factor, float* out, int64_t out_line) {
-  constexpr MultiplyTile (*of_width[])(int) = {multiply_of<1>, multiply_of<2>, multiply_of<3>, multiply_of<4>};
+  constexpr MultiplyTile (*of_width[])(int) = {multiply_of<1>, multiply_of<2>, multiply_of<3>,
+                                               multiply_of<4>};
   for (int r = 0; r < rows; r += MOST_ROWS[width]) {
     const int some = std::min(MOST_ROWS[width], rows - r);
     of_width[width - 1](some)(from + r, depth, panel, line, factor, out + r * out_line, out_line);
@@ -149,7 +150,8 @@ class AttendingFloats {
       const int64_t line = vectors_at(first, columns) * LANES;
       float* to = s.values + first * a.keys;
       for (int64_t key = 0; key < a.keys; ++key, to += line)
-        copy(a.v.at(batch, head, key, first), a.v.strides[3], std::min(line, a.value_width - first), to, line);
+        copy(a.v.at(batch, head, key, first), a.v.strides[3], std::min(line, a.value_width - first), to,
+             line);
     }
   }
 
