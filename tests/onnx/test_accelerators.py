@@ -9,6 +9,7 @@ import pytest
 import qompose
 import torch
 from qompose.backend import load_backend
+from qompose.errors import NotLoweredError
 from qompose_onnx import get_onnx_quantization_config as config, tensorrt
 from qompose_onnx.errors import ONNXTargetError
 
@@ -46,7 +47,9 @@ def test_the_form_of_tensorrt(converted: Any) -> None:
     model = converted(config(tensorrt=True))
     lowered = qompose.lower(model, "tensorrt", strict=True)
     claimed = [row for row in qompose.report(lowered).rows if row.owner]
-    assert {row.kernel for row in claimed} == {tensorrt.KERNEL}
+    assert {(row.state, row.kernel) for row in claimed} == {("unverified kernel", tensorrt.KERNEL)}
+    with pytest.raises(NotLoweredError):
+        qompose.assert_lowered(lowered, 0.01)
     graph = lowered.model.graph
     zeros = [
         node.inputs[2].const_value.numpy()

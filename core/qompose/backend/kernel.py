@@ -48,6 +48,8 @@ class Kernel:
             themselves.
         float_arithmetic: the call reads integers and computes in float: reports do not count it as int8.
         otherwise: the kernel that is tried where `emit` found that this one does not fit.
+        unverified: nothing that runs here confirms the kernel, as where its runtime never loads the program:
+            reports list it apart, and `assert_lowered` does not count it.
 
     Raises:
         ConfigError: a field has a value of the wrong type.
@@ -58,6 +60,7 @@ class Kernel:
     float_output: bool = False
     float_arithmetic: bool = False
     otherwise: Kernel | None = None
+    unverified: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would fail where a model is lowered."""

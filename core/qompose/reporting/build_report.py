@@ -30,6 +30,7 @@ from qompose.reporting.report_data import (
     OBSERVED,
     REFERENCE,
     SIMULATED,
+    UNVERIFIED,
     Counts,
     Report,
     Row,
@@ -140,13 +141,15 @@ def _state(number: int, record: Record) -> tuple[str, str]:
 
 
 def _kind(number: int, record: Record) -> str:
-    """Return whether the kernel that runs a claim computes in int8."""
+    """Return whether the kernel that runs a claim computes in int8, and whether that is known."""
     claim = record.plan.claims[number]
     backend = record.backends.get(claim.owner)
     rule = backend.rule(claim.rule) if backend is not None else None
     kernel = rule.kernels.get(record.target) if rule is not None else None
-    in_float = {k.name for k in kernel.chain if k.float_arithmetic} if kernel is not None else ()
-    return FLOAT_KERNEL if record.kernels[number] in in_float else KERNEL
+    taken = [k for k in kernel.chain if k.name == record.kernels[number]] if kernel else []
+    if any(k.unverified for k in taken):
+        return UNVERIFIED
+    return FLOAT_KERNEL if any(k.float_arithmetic for k in taken) else KERNEL
 
 
 def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
@@ -176,6 +179,8 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
 def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     """Check that enough of a model runs on kernels that read integers, including weight-only kernels.
+
+    Kernels that nothing here confirms (`Kernel.unverified`) do not count.
 
     Args:
         model: what `lower` returned.
@@ -226,7 +231,7 @@ def _listed(rows: list[Row]) -> str:
         return "  - the program has no float operators"
     return "\n".join(
         f"  - {row.name} ({row.operator}{f' in {row.module}' if row.module else ''}), {row.macs:,} MACs: "
-        f"{row.state}, {row.reason}"
+        f"{row.state}, {row.reason or row.kernel}"
         for row in sorted(rows, key=lambda row: -row.macs)
     )
 

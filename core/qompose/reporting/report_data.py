@@ -171,15 +171,18 @@ def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
 OBSERVED, REFERENCE = "observed", "integer reference"
-FLOAT_KERNEL = "float kernel on integers"
-STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, FLOAT)
+FLOAT_KERNEL, UNVERIFIED = "float kernel on integers", "unverified kernel"
+STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, UNVERIFIED, FLOAT)
 """Where an operator may end, in the order in which reports list them."""
-_BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=True))
-_COLORS = dict(zip(STATES, ("green", "green", "cyan", "yellow", "blue", "magenta"), strict=True))
+_BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DASHED, DOTTED), strict=True))
+_COLORS = dict(
+    zip(STATES, ("green", "green", "cyan", "yellow", "blue", "yellow", "magenta"), strict=True)
+)
 _KERNELS = {
     KERNEL: "int8 kernels",
     REFERENCE: "integer references",
     FLOAT_KERNEL: "float kernels on integers",
+    UNVERIFIED: "unverified kernels",
 }
 _ENDS = {**{s: f"in {name}" for s, name in _KERNELS.items()}, FLOAT: "in float"}
 """How a sentence about a part of the model goes on, where it is not the state's name."""
@@ -215,7 +218,7 @@ class Row:
     @property
     def explanation(self) -> str:
         """Return what runs the operator, or why no kernel does, with who says so."""
-        if self.state in (KERNEL, REFERENCE, FLOAT_KERNEL):
+        if self.state in _KERNELS:
             return f"{self.owner}: {self.kernel}"
         if self.owner and self.reason:
             return f"{self.owner}: {self.reason}"

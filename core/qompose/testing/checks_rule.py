@@ -15,7 +15,7 @@ from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.plan import Operator
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import operator_name, value_of
-from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL
+from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL, UNVERIFIED
 from qompose.testing.fixtures import Blocked, ContractError, expecting, kinds_of, sqnr
 from qompose.testing.suite import Suite
 from qompose.testing.trial import Inputs, Trial, outputs
@@ -135,7 +135,10 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
     except Exception as error:
         raise Blocked("test_converts", str(trial)) from error
     promise = f"kernel {kernel.promise!r} on {target!r}"
-    wanted = {k.name: FLOAT_KERNEL if k.float_arithmetic else KERNEL for k in kernel.chain}
+    wanted = {
+        k.name: UNVERIFIED if k.unverified else FLOAT_KERNEL if k.float_arithmetic else KERNEL
+        for k in kernel.chain
+    }
     remedy = "fix the kernel's emit, or the final step of the target"
     with expecting(trial.on(target), promise, remedy):
         lowered = trial.lowered(target)

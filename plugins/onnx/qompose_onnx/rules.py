@@ -184,7 +184,7 @@ def _like(rule: Rule, name: str, constraint: TensorConstraint, **fields: Any) ->
 _TENSORRT: Final = tuple(
     _like(
         rule, TENSORRT, _SYMMETRIC, option=TENSORRT, integer_bias=False,
-        kernels={TENSORRT: Kernel(tensorrt.KERNEL)},
+        kernels={TENSORRT: Kernel(tensorrt.KERNEL, unverified=True)},
     )
     for rule in _STATIC
 )  # fmt: skip

@@ -12,6 +12,7 @@ import qompose
 import torch
 from qompose import QomposeWarning
 from qompose.backend import Kernel, NotLowerable, Region, on_integers
+from qompose.errors import NotLoweredError
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -48,8 +49,8 @@ def emit(region: Region) -> Node:
     )
 
 
-def lowered(*, float_arithmetic: bool) -> GraphModule:
-    kernel = Kernel("dequantizing", emit, float_output=True, float_arithmetic=float_arithmetic)
+def lowered(**facts: bool) -> GraphModule:
+    kernel = Kernel("dequantizing", emit, float_output=True, **facts)
     row = rule(
         "linear", LINEAR_PATTERN, anchor="op", weight="weight", output=False,
         modes=frozenset({"weight-only"}), kernels={"torch": kernel},
@@ -75,6 +76,17 @@ def test_their_work_is_not_counted_as_int8(float_arithmetic: bool, state: str) -
 
 def test_they_are_what_was_asked_for() -> None:
     qompose.assert_lowered(lowered(float_arithmetic=True))
+
+
+def test_what_nothing_confirms_is_listed_apart_and_does_not_count() -> None:
+    model = lowered(unverified=True)
+    report = qompose.report(model)
+    (row,) = report.rows
+    assert (row.state, row.explanation) == ("unverified kernel", "toy: dequantizing")
+    assert report.coverage() == 0.0 and report.quantized_part == 1.0
+    assert "in 1 unverified kernel" in report.headline()
+    with pytest.raises(NotLoweredError, match="dequantizing"):
+        qompose.assert_lowered(model, 0.1)
 
 
 def refusing(reason: str) -> Callable[[Region], Node]:
