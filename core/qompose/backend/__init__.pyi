@@ -19,6 +19,7 @@ from .interface import (
     Target as Target,
     claim_of as claim_of,
     clear_origin as clear_origin,
+    draft_of as draft_of,
     operator_of as operator_of,
 )
 from .kernel import (

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import onnx
 import onnx_ir as ir
+from qompose.backend import draft_of
 
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.interface import Interface
@@ -96,25 +97,25 @@ class ONNXProgram:
 
         Raises:
             OSError: it cannot be written there.
+            UserError: there is something else than a file, such as a folder.
         """
         path = Path(path)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:32]}.") as drafts:
-            written = self._write(Path(drafts) / path.name)
-            for draft in reversed(written):  # the model last: without its data it is none
-                draft.replace(path.with_name(draft.name))
+        with draft_of(path) as draft:
+            self._write(draft)
         return path
 
-    def _write(self, path: Path) -> list[Path]:
-        """Write the model, and its constants where they do not fit into it; return the files."""
+    def _write(self, path: Path) -> None:
+        """Write the model, and its constants beside it where they do not fit into one file."""
         data = None if self.nbytes < LARGEST else f"{path.name}.data"
         ir.save(self.model, path, external_data=data)
-        return [path] if data is None else [path, path.with_name(data)]
 
     @contextmanager
     def written(self) -> Iterator[Path]:
         """Yield the path of a file that is gone afterwards."""
         with tempfile.TemporaryDirectory() as folder:
-            yield self._write(Path(folder) / "model.onnx")[0]
+            path = Path(folder) / "model.onnx"
+            self._write(path)
+            yield path
 
     def load(self) -> Session:
         """Load the program into its runtime; the first call does otherwise.

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from uuid import uuid4
 
 import torch
+from qompose.backend import draft_of
 
 from qompose_xnnpack.executorch_target.delegation import Delegation
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError, loading_error
@@ -214,15 +214,15 @@ class ExecutorchProgram:
         return self.methods[FORWARD]
 
     def save(self, path: str | Path) -> Path:
-        """Write the program as a ``.pte`` file and return its path: the whole file, or nothing."""
+        """Write the program as a ``.pte`` file and return its path: the whole file, or nothing.
+
+        Raises:
+            OSError: it cannot be written there.
+            UserError: there is something else than a file, such as a folder.
+        """
         path = Path(path)
-        draft = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            with draft.open("xb") as file:
-                file.write(self.buffer)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with draft_of(path) as draft:
+            draft.write_bytes(self.buffer)
         return path
 
     def load(self) -> None:
