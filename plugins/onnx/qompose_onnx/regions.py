@@ -71,27 +71,49 @@ def _bound_integers(region: Region) -> None:
 def _make_bias_integer(region: Region, bias: Node) -> None:
     """Put an int32 bias with a dequantize operator of its own in the place of a float one."""
     op, x, weight = region.node("op"), region.quantized("input"), region.quantized("weight")
-    if bias.op != "get_attr":
+    value = held(region, bias)
+    if value is None:
         return
-    value: Tensor = attrgetter(str(bias.target))(region.module)
     scales = weight.scales.float() * torch.tensor(x.scale, dtype=torch.float32)
     integers = torch.round(value.double() / scales.double()).clamp(*INT32[:2]).to(torch.int32)
-    path = str(bias.target)
-    held = region.constant(f"{path}_int32", integers)
-    made = [held]
+    path = f"{bias.target}_int32"
+    op.replace_input_with(bias, dequantized_constant(region, path, integers, scales, INT32))
+
+
+def held(region: Region, node: Node) -> Tensor | None:
+    """Return the tensor that a node reads, None where it is computed."""
+    if node.op != "get_attr":
+        return None
+    value: Tensor = attrgetter(str(node.target))(region.module)
+    return value.detach()
+
+
+def dequantized_constant(
+    region: Region, path: str, integers: Tensor, scales: Tensor, bounds: tuple[Any, ...]
+) -> Node:
+    """Store integers with zero points of 0, and return what dequantizes them before the region's product.
+
+    Args:
+        scales: one for all, or one for each row of `integers`.
+        bounds: of the integers, and their type.
+    """
+    made = [region.constant(path, integers)]
     if len(scales) == 1:
-        read = quantized.dequantize_per_tensor.default
-        made.append(region.step(read, held, float(scales), 0, *INT32))
+        each = (float(scales), 0)
+        made.append(region.step(quantized.dequantize_per_tensor.default, *made, *each, *bounds))
     else:
-        made += [
-            region.constant(f"{path}_scale", scales),
-            region.constant(f"{path}_zero_point", torch.zeros(len(scales), dtype=torch.int64)),
-        ]
-        read = quantized.dequantize_per_channel.default
-        made.append(region.step(read, *made, 0, *INT32))
-    for node in made:
-        op.prepend(node)
-    op.replace_input_with(bias, made[-1])
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        made.append(region.constant(f"{path}_scale", scales))
+        made.append(region.constant(f"{path}_zero_point", zeros))
+        made.append(region.step(quantized.dequantize_per_channel.default, *made, 0, *bounds))
+    return before_op(region, *made)
+
+
+def before_op(region: Region, *nodes: Node) -> Node:
+    """Move nodes before the region's product, and return the last."""
+    for node in nodes:
+        region.node("op").prepend(node)
+    return nodes[-1]
 
 
 def _make_matrix(region: Region) -> None:

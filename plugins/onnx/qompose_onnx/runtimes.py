@@ -6,15 +6,14 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper, save
 from torch import Tensor
 
 from qompose_onnx.errors import ONNXTargetError
@@ -29,11 +28,35 @@ EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
 """Weights alone are quantized: ONNX Runtime's default would quantize what they multiply, too."""
 
 
-class Session(Protocol):
-    """A file in a runtime."""
+class Session(ABC):
+    """A file in a runtime.
+
+    Attributes:
+        runtime: its name, for messages.
+        inputs: the names of what the file reads.
+    """
+
+    runtime: ClassVar[str]
+    inputs: frozenset[str]
 
     def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by their names."""
+        """Return the outputs by their names.
+
+        Raises:
+            ONNXTargetError: the runtime refuses the inputs, such as those of another size.
+        """
+        known = {name: x for name, x in feeds.items() if name in self.inputs}
+        try:
+            return self._outputs({name: x.cpu().contiguous().numpy() for name, x in known.items()})
+        except Exception as error:  # errors of runtimes have no class in common
+            shapes = {name: tuple(x.shape) for name, x in feeds.items()}
+            raise ONNXTargetError(
+                f"{self.runtime} cannot run the program on inputs {shapes}: {_said(error)}"
+            ) from error
+
+    @abstractmethod
+    def _outputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the outputs by their names, or raise whatever the runtime raises."""
 
 
 def missing(package: str) -> str | None:
@@ -43,7 +66,7 @@ def missing(package: str) -> str | None:
     return f'the package {package} is not installed; run pip install "qompose-onnx[{package}]"'
 
 
-class OnnxRuntimeSession:
+class OnnxRuntimeSession(Session):
     """A file in ONNX Runtime, on processors.
 
     Args:
@@ -53,6 +76,8 @@ class OnnxRuntimeSession:
     Raises:
         ONNXTargetError: ONNX Runtime refuses the file.
     """
+
+    runtime = "ONNX Runtime"
 
     def __init__(self, path: Path, optimized: Path | None = None) -> None:
         import onnxruntime
@@ -67,33 +92,24 @@ class OnnxRuntimeSession:
             self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
             )
-        except Exception as error:  # its errors have no class of their own in common
-            raise ONNXTargetError(
-                _refused(path, "ONNX Runtime", onnxruntime.__version__, error)
-            ) from error
-        self._outputs = [output.name for output in self._session.get_outputs()]
-
-    def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by their names.
-
-        Raises:
-            ONNXTargetError: the runtime refuses the inputs, such as those of another size.
-        """
-        known = {value.name for value in self._session.get_inputs()}
-        arrays = {name: x.cpu().numpy() for name, x in feeds.items() if name in known}
-        try:
-            results = self._session.run(self._outputs, arrays)
         except Exception as error:
-            raise ONNXTargetError(_failed("ONNX Runtime", feeds, error)) from error
-        return {n: torch.from_numpy(y) for n, y in zip(self._outputs, results, strict=True)}
+            raise _refused(path, self.runtime, onnxruntime.__version__, error) from error
+        self.inputs = frozenset(value.name for value in self._session.get_inputs())
+
+    def _outputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        names = [value.name for value in self._session.get_outputs()]
+        results = self._session.run(names, dict(arrays))
+        return {name: torch.from_numpy(y) for name, y in zip(names, results, strict=True)}
 
 
-class OpenVinoSession:
+class OpenVinoSession(Session):
     """A file in OpenVINO, on processors.
 
     Raises:
         ONNXTargetError: OpenVINO refuses the file.
     """
+
+    runtime = "OpenVINO"
 
     def __init__(self, path: Path) -> None:
         import openvino
@@ -107,23 +123,12 @@ class OpenVinoSession:
         try:
             self.compiled: Any = core.compile_model(core.read_model(str(path)), "CPU", options)
         except Exception as error:
-            raise ONNXTargetError(
-                _refused(path, "OpenVINO", openvino.__version__, error)
-            ) from error
+            raise _refused(path, self.runtime, openvino.__version__, error) from error
         self._request = self.compiled.create_infer_request()
+        self.inputs = frozenset(name for x in self.compiled.inputs for name in x.get_names())
 
-    def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by their names.
-
-        Raises:
-            ONNXTargetError: the runtime refuses the inputs, such as those of another size.
-        """
-        known = {name for value in self.compiled.inputs for name in value.get_names()}
-        arrays = {name: x.cpu().contiguous().numpy() for name, x in feeds.items() if name in known}
-        try:
-            results = self._request.infer(arrays)
-        except Exception as error:
-            raise ONNXTargetError(_failed("OpenVINO", feeds, error)) from error
+    def _outputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        results = self._request.infer(dict(arrays))
         return {
             name: torch.from_numpy(results[value].copy())
             for value in self.compiled.outputs
@@ -151,9 +156,12 @@ def sums_are_exact(runtime: str) -> bool:
 
     Of a runtime that is broken nothing is said here: lowering for it says what is wrong.
     """
+    import onnx
+    import onnx.parser
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "linear.onnx"
-        save(_linear(), path)
+        onnx.save(onnx.parser.parse_model(_linear()), path)
         try:
             found = _SESSIONS[runtime](path).run({"x": torch.ones(1, _DEPTH)})["y"]
         except (ImportError, ONNXTargetError):
@@ -164,44 +172,26 @@ def sums_are_exact(runtime: str) -> bool:
 _DEPTH, _WIDTH = 64, 16
 
 
-def _linear() -> ModelProto:
-    """Return a model of one linear, whose weights are as large as integers of eight bits can be."""
-
-    def constant(name: str, value: Any, dtype: Any) -> TensorProto:
-        return numpy_helper.from_array(np.asarray(value, dtype), name)
-
-    def value(name: str, width: int) -> ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, width])
-
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["x_q"]),
-        helper.make_node("DequantizeLinear", ["x_q", "x_scale", "x_zero"], ["x_dq"]),
-        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_dq"]),
-        helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"]),
-    ]
-    constants = [
-        constant("x_scale", 1 / 255, np.float32),
-        constant("x_zero", 0, np.uint8),
-        constant("w", np.full((_DEPTH, _WIDTH), 127), np.int8),
-        constant("w_scale", 1 / 127, np.float32),
-        constant("w_zero", 0, np.int8),
-    ]
-    graph = helper.make_graph(
-        nodes, "linear", [value("x", _DEPTH)], [value("y", _WIDTH)], constants
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+def _linear() -> str:
+    """Return a model of one linear, whose weights are as large as integers of eight bits can be, as text."""
+    weights = ", ".join(["127"] * _DEPTH * _WIDTH)
+    return f"""<ir_version: 8, opset_import: ["" : 13]>
+linear (float[1, {_DEPTH}] x) => (float[1, {_WIDTH}] y) <
+    float x_scale = {{{1 / 255}}}, uint8 x_zero = {{0}}, float w_scale = {{{1 / 127}}}, int8 w_zero = {{0}},
+    int8[{_DEPTH}, {_WIDTH}] w = {{{weights}}}
+> {{
+    x_q = QuantizeLinear(x, x_scale, x_zero)
+    x_dq = DequantizeLinear(x_q, x_scale, x_zero)
+    w_dq = DequantizeLinear(w, w_scale, w_zero)
+    y = MatMul(x_dq, w_dq)
+}}"""
 
 
-def _refused(path: Path, runtime: str, version: str, error: Exception) -> str:
-    return (
+def _refused(path: Path, runtime: str, version: str, error: Exception) -> ONNXTargetError:
+    return ONNXTargetError(
         f"{runtime} {version} cannot load {path.name}: {_said(error)}. Upgrade the runtime if "
         "an operator or opset is unsupported, or lower the model for the target 'torch'"
     )
-
-
-def _failed(runtime: str, feeds: Mapping[str, Tensor], error: Exception) -> str:
-    shapes = {name: tuple(x.shape) for name, x in feeds.items()}
-    return f"{runtime} cannot run the program on inputs {shapes}: {_said(error)}"
 
 
 def _said(error: Exception) -> str:

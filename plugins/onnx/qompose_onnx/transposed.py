@@ -9,7 +9,6 @@ by side: the sub-pixel convolution of Shi et al. (2016), arXiv:1609.05158, and o
 from __future__ import annotations
 
 import math
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from qompose.backend import NotLowerable, Region, kit
 from torch import Tensor
 from torch.fx import Node
 
-from qompose_onnx.regions import behind, called, for_runtimes
+from qompose_onnx.regions import before_op, behind, called, dequantized_constant, for_runtimes, held
 
 aten = torch.ops.aten
-quantized = torch.ops.quantized_decomposed
 _CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 
 
@@ -77,23 +75,13 @@ def _cuts(
 def _weight(region: Region, geometry: kit.Geometry, taps: list[int]) -> Node:
     """Return what dequantizes the weight of the convolution."""
     weight = region.quantized("weight")
-    value = plain_weight(_held(region, weight.node), geometry, taps)
-    path, phases = str(weight.node.target), math.prod(geometry.stride)
-    held = region.constant(f"{path}_plain", value)
-    bounds = (weight.low, weight.high, weight.dtype)
-    if not isinstance(weight.scale, Node):
-        read = region.step(
-            quantized.dequantize_per_tensor.default, held, weight.scale, weight.zero_point, *bounds
-        )
-        return _before_op(region, held, read)
-    each = weight.scales.repeat(geometry.groups).repeat_interleave(phases)  # groups share scales
-    scales = region.constant(f"{path}_plain_scale", each)
-    zeros = torch.zeros(len(each), dtype=torch.int64)
-    zero_points = region.constant(f"{path}_plain_zero_point", zeros)
-    read = region.step(
-        quantized.dequantize_per_channel.default, held, scales, zero_points, 0, *bounds
-    )
-    return _before_op(region, held, scales, zero_points, read)
+    scales = weight.scales
+    if len(scales) > 1:  # groups share them
+        scales = scales.repeat(geometry.groups).repeat_interleave(math.prod(geometry.stride))
+    return dequantized_constant(
+        region, f"{weight.node.target}_plain", plain_weight(weight.tensor, geometry, taps), scales,
+        (weight.low, weight.high, weight.dtype),
+    )  # fmt: skip
 
 
 def plain_weight(value: Tensor, geometry: kit.Geometry, taps: list[int]) -> Tensor:
@@ -120,24 +108,11 @@ def _bias(region: Region, phases: int) -> Node | None:
     bias = region.argument("op", "bias")
     if bias is None:
         return None
-    value = _held(region, bias).repeat_interleave(phases)
-    return _before_op(region, region.constant(f"{bias.target}_plain", value))
-
-
-def _held(region: Region, node: Node) -> Tensor:
-    """Return the tensor that a node reads."""
-    if node.op != "get_attr":
-        raise NotLowerable(
-            f"{node.name} is computed at run time, but this kernel requires a constant"
-        )
-    value: Tensor = attrgetter(str(node.target))(region.module)
-    return value.detach()
-
-
-def _before_op(region: Region, *nodes: Node) -> Node:
-    for node in nodes:
-        region.node("op").prepend(node)
-    return nodes[-1]
+    value = held(region, bias)
+    if value is None:
+        raise NotLowerable(f"{bias.name} is computed at run time; this kernel requires a constant")
+    repeated = value.repeat_interleave(phases)
+    return before_op(region, region.constant(f"{bias.target}_plain", repeated))
 
 
 def _side_by_side(end: Node, strides: list[int], cuts: list[tuple[int, int]]) -> Node:
