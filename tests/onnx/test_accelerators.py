@@ -10,8 +10,9 @@ import qompose
 import torch
 from qompose.backend import load_backend
 from qompose.errors import NotLoweredError
-from qompose_onnx import get_onnx_quantization_config as config, tensorrt
+from qompose_onnx import get_onnx_quantization_config as config
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.names import TENSORRT_INT8
 
 from tests.onnx.models import Images, images, sqnr
 
@@ -47,7 +48,7 @@ def test_the_form_of_tensorrt(converted: Any) -> None:
     model = converted(config(tensorrt=True))
     lowered = qompose.lower(model, "tensorrt", strict=True)
     claimed = [row for row in qompose.report(lowered).rows if row.owner]
-    assert {(row.state, row.kernel) for row in claimed} == {("unverified kernel", tensorrt.KERNEL)}
+    assert {(row.state, row.kernel) for row in claimed} == {("unverified kernel", TENSORRT_INT8)}
     with pytest.raises(NotLoweredError):
         qompose.assert_lowered(lowered, 0.01)
     graph = lowered.model.graph

@@ -15,6 +15,7 @@ from qompose_onnx import configs, get_onnx_quantization_config as config, machin
 from torch import nn
 
 from tests.onnx.models import sqnr
+from tests.processes import python
 
 X = (torch.cat([torch.rand(9, 64), torch.ones(1, 64)]),)
 
@@ -121,3 +122,10 @@ def test_seven_bits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with torch.no_grad():
         assert sqnr(model(x), result.model(x)) > 25
+
+
+def test_importing_the_plugin_imports_no_runtime_and_no_exporter() -> None:
+    """Which files alone need, and questions about capabilities do not."""
+    heavy = "{'onnx', 'onnx_ir', 'onnxscript', 'onnxruntime', 'openvino'}"
+    printed = python("-c", f"import sys, qompose_onnx; print(*sorted({heavy} & {{*sys.modules}}))")
+    assert printed.split() == []

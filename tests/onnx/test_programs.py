@@ -7,6 +7,7 @@ import copy
 import pickle
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ class TestFiles:
         with pytest.raises(TypeError):
             pickle.dumps(lowered)
 
+    def test_structures_that_a_process_does_not_know_are_flat(
+        self, lowered: ONNXProgram, tmp_path: Path
+    ) -> None:
+        """As where the classes of a package are registered that this process has not imported."""
+        program = ONNXProgram.read(lowered.save(tmp_path / "model.onnx"))
+        takes, gives = program.interface.takes, program.interface.gives
+        program.interface = replace(
+            program.interface,
+            takes=takes.replace("builtins.tuple", "elsewhere.Pair"),
+            gives=gives.replace("builtins.tuple", "elsewhere.Pair"),
+        )
+        assert program.interface.gives != gives
+        (x,) = images(1)[0]
+        found = program(x)
+        assert isinstance(found, list)
+        assert all(map(torch.equal, found, lowered(x)))
+
     def test_a_file_that_is_cut_short_is_refused(
         self, lowered: ONNXProgram, tmp_path: Path
     ) -> None:
@@ -141,7 +159,7 @@ class TestWithoutARuntime:
     def test_a_file_can_be_made(
         self, converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in ("targets", "program"):
+        for module in ("last_steps", "program"):
             monkeypatch.setattr(f"qompose_onnx.{module}.missing", lambda name: f"{name} is missing")
         with pytest.warns(qompose.QomposeWarning):
             model = qompose.lower(converted, "onnx")

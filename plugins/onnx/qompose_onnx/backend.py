@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from qompose import RuleQuantizer
 from qompose.backend import Backend, RuleUse
 
-from qompose_onnx import machine
-from qompose_onnx.configs import CONFIGS
+from qompose_onnx import configs, machine
 from qompose_onnx.rules import LEFT_IN_FLOAT, RULES
 from qompose_onnx.targets import TARGETS
 
@@ -20,12 +19,12 @@ class ONNXBackend(Backend):
     name = "onnx"
     api_version = 1
     rules = RULES
-    configs = CONFIGS
     rewrites = ("fold_batch_norm", "scalar_to_tensor", "fold_weight", "product_to_linear")
     left_in_float = LEFT_IN_FLOAT
     targets = TARGETS
 
     def __init__(self) -> None:
+        self.configs = configs.named_configs()  # here: the default depends on the processor
         self.quantizer_class = ONNXQuantizer
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:

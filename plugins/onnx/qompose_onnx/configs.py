@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,14 +14,13 @@ from qompose import QuantizationConfig
 from qompose.backend import kit
 from qompose.errors import ConfigError
 
+from qompose_onnx.names import TENSORRT
 from qompose_onnx.runtimes import sums_are_exact_here
 
 GROUP_SIZES: Final = (16, 32, 64, 128, 256)
 """Sizes of blocks that ONNX Runtime fuses into MatMulNBits."""
 NARROW: Final = (-64, 63)
 """Weights of seven bits: two products of them and 255 fit into 16 bits."""
-TENSORRT: Final = "tensorrt"
-"""The option of the rules for TensorRT, and the name of its target."""
 
 
 def _factory(dtype: torch.dtype) -> kit.ConfigFactory:
@@ -128,5 +128,7 @@ def _all() -> Iterator[QuantizationConfig]:
     yield _config(weight_only=True, group_size=32, bits=8)
 
 
-CONFIGS: Final = MappingProxyType(kit.named(*{config.name: config for config in _all()}.values()))
-"""The backend's named configurations; the first is the default."""
+@functools.cache
+def named_configs() -> Mapping[str, QuantizationConfig]:
+    """Return the backend's named configurations; the first is the default."""
+    return MappingProxyType(kit.named(*{config.name: config for config in _all()}.values()))

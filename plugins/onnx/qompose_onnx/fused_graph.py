@@ -13,11 +13,8 @@ from typing import Any, Final
 import onnx
 import onnx_ir as ir
 
-MOVED: Final = "moves integers"
-"""What an operator does that is left as it is and reads integers."""
-WEIGHT_ONLY: Final = "MatMulNBits"
-SIXTEEN_BITS: Final = "float, between 16 bits"
-"""What runtimes compute of integers of 16 bits, for which only accelerators have kernels."""
+from qompose_onnx.names import WEIGHT_ONLY
+
 FUSED: Final = frozenset(
     {
         "QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "MatMulInteger",

@@ -29,7 +29,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Interface:
-    """The leaves of arguments and results; their trees as text, "" where a class in them has none."""
+    """The leaves of arguments and results; their trees as text.
+
+    Where a tree is "", or has a class that is not registered with torch's pytree in this process, arguments are
+    taken flat, and results are a flat list.
+    """
 
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
@@ -57,9 +61,9 @@ class Interface:
         return found
 
     def _flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        if not self.takes:
-            return [*args, *kwargs.values()]
-        spec = pytree.treespec_loads(self.takes)
+        spec = _tree(self.takes)
+        if spec is None:
+            return pytree.tree_leaves((args, dict(kwargs)))
         names = list(spec.children()[1].context)
         if set(names) != set(kwargs):
             wanted = ", ".join(names) or "none"
@@ -73,10 +77,8 @@ class Interface:
 
     def results(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return results in the tree that the exported module returns."""
-        flat = [_result(leaf, tensors) for leaf in self.outputs]
-        return (
-            pytree.tree_unflatten(flat, pytree.treespec_loads(self.gives)) if self.gives else flat
-        )
+        flat, spec = [_result(leaf, tensors) for leaf in self.outputs], _tree(self.gives)
+        return flat if spec is None else pytree.tree_unflatten(flat, spec)
 
     def dumps(self) -> str:
         """Return the interface as JSON."""
@@ -152,6 +154,14 @@ def _leaf(name: str, value: Any) -> Leaf:
             )
         return Leaf(name, str(value.dtype), value.dim())
     return Leaf(name, "float" if isinstance(value, (float, torch.SymFloat)) else "int")
+
+
+def _tree(text: str) -> pytree.TreeSpec | None:
+    """Return a tree; None if it has a class that is not registered in this process."""
+    try:
+        return pytree.treespec_loads(text) if text else None
+    except (NotImplementedError, KeyError):
+        return None
 
 
 def _dumped(spec: Any) -> str:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from qompose.backend import RuleUse
 
-from qompose_onnx.configs import NARROW, TENSORRT
+from qompose_onnx.configs import NARROW
+from qompose_onnx.names import TENSORRT
 from qompose_onnx.runtimes import sums_are_exact_here
 
 ISA: Final = "isa"

@@ -8,22 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import onnx
-import onnx_ir as ir
 from qompose.backend import draft_of
 
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.interface import Interface
-from qompose_onnx.runtimes import (
-    ONNXRUNTIME,
-    OPENVINO,
-    OnnxRuntimeSession,
-    OpenVinoSession,
-    Session,
-    missing,
-)
+from qompose_onnx.names import ONNXRUNTIME, OPENVINO
+from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session, missing
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 LARGEST: Final = 2**31 - 2**20
 """Bytes of constants that fit into one file, whose limit protobuf sets."""
@@ -56,6 +51,9 @@ class ONNXProgram:
             ONNXTargetError: the file is not such a program, or is damaged.
             OSError: it cannot be read.
         """
+        import onnx
+        import onnx_ir as ir
+
         try:
             model = ir.load(path)
             onnx.checker.check_model(str(path))
@@ -106,6 +104,8 @@ class ONNXProgram:
 
     def _write(self, path: Path) -> None:
         """Write the model, and its constants beside it where they do not fit into one file."""
+        import onnx_ir as ir
+
         data = None if self.nbytes < LARGEST else f"{path.name}.data"
         ir.save(self.model, path, external_data=data)
 

@@ -15,11 +15,20 @@ from typing import Any, Final
 import torch
 from qompose.backend import Kernel, Region, Rule, TensorConstraint, kit
 
-from qompose_onnx import guards, tensorrt
-from qompose_onnx.configs import GROUP_SIZES, TENSORRT
-from qompose_onnx.fused_graph import MOVED, SIXTEEN_BITS, WEIGHT_ONLY
+from qompose_onnx import guards
+from qompose_onnx.configs import GROUP_SIZES
+from qompose_onnx.names import (
+    MOVED,
+    OPENVINO,
+    OPENVINO_INT8,
+    OPENVINO_LOOP,
+    OPENVINO_WEIGHTS,
+    SIXTEEN_BITS,
+    TENSORRT,
+    TENSORRT_INT8,
+    WEIGHT_ONLY,
+)
 from qompose_onnx.regions import for_openvino, for_runtimes, mean_over_image
-from qompose_onnx.runtimes import OPENVINO, OPENVINO_INT8, OPENVINO_LOOP, OPENVINO_WEIGHTS
 from qompose_onnx.transposed import as_convolution
 
 aten = torch.ops.aten
@@ -184,7 +193,7 @@ def _like(rule: Rule, name: str, constraint: TensorConstraint, **fields: Any) ->
 _TENSORRT: Final = tuple(
     _like(
         rule, TENSORRT, _SYMMETRIC, option=TENSORRT, integer_bias=False,
-        kernels={TENSORRT: Kernel(tensorrt.KERNEL, unverified=True)},
+        kernels={TENSORRT: Kernel(TENSORRT_INT8, unverified=True)},
     )
     for rule in _STATIC
 )  # fmt: skip

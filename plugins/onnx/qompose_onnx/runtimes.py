@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.names import ONNXRUNTIME, OPENVINO
 
-ONNXRUNTIME: Final = "onnxruntime"
-OPENVINO: Final = "openvino"
-OPENVINO_INT8: Final = "OpenVINO int8"
-OPENVINO_LOOP: Final = "OpenVINO Subgraph"
-"""A loop over elements that OpenVINO compiles: it may read and write integers, and computes in float."""
-OPENVINO_WEIGHTS: Final = "OpenVINO, compressed weights"
 EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
 """Weights alone are quantized: ONNX Runtime's default would quantize what they multiply, too."""
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-KERNEL: Final = "TensorRT int8: structure checked, never run"
-"""What reports and capabilities call it."""
 REMEDY: Final = "Quantize with get_onnx_quantization_config(tensorrt=True)"
 _QDQ: Final = ("QuantizeLinear", "DequantizeLinear")
 _OTHERS: Final = ("DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last steps of lowering: a file, and what a runtime makes of each region in it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+from qompose.backend import CallSignature, Finished, claim_of, operator_of
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from qompose_onnx import tensorrt
+from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.export import SIXTEEN, export
+from qompose_onnx.fused_graph import (
+    COMPRESSED,
+    CONVERSIONS,
+    FUSED,
+    PRODUCTS,
+    SUBGRAPH,
+    Executed,
+    in_onnx_runtime,
+    in_openvino,
+    origins_of,
+)
+from qompose_onnx.interface import interface_of
+from qompose_onnx.names import (
+    MOVED,
+    ONNXRUNTIME,
+    OPENVINO,
+    OPENVINO_INT8,
+    OPENVINO_LOOP,
+    OPENVINO_WEIGHTS,
+    SIXTEEN_BITS,
+    TENSORRT,
+    TENSORRT_INT8,
+)
+from qompose_onnx.program import INTERFACE, ONNXProgram
+from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, missing
+
+Claims: TypeAlias = "Mapping[int, list[Node]]"
+"""By claim, its nodes in the exported program; none where the exporter left an operator out."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A program, what it was exported from, and the claims in it."""
+
+    program: ONNXProgram
+    exported: ExportedProgram
+    claims: Claims
+
+
+def _program(module: GraphModule, signature: CallSignature, runtime: str) -> _Made:
+    model, exported = export(module, signature)
+    inputs = [value.name or "" for value in model.graph.inputs]
+    outputs = [value.name or "" for value in model.graph.outputs]
+    model.metadata_props[INTERFACE] = interface_of(exported, inputs, outputs).dumps()
+    claims = {**{claim: [] for claim in _claims(module)}, **_claims(exported.graph_module)}
+    return _Made(ONNXProgram(model, runtime), exported, claims)
+
+
+def _claims(module: torch.nn.Module) -> Claims:
+    found: dict[int, list[Node]] = {}
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            claim = claim_of(node)
+            if claim is not None and node.op == "call_function":
+                found.setdefault(claim, []).append(node)
+    return found
+
+
+def _finish_onnx(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file; where ONNX Runtime is installed, say what it fuses."""
+    made = _program(module, signature, "")
+    if missing(ONNXRUNTIME) is None:
+        return _in_onnx_runtime(made)
+    reason = (
+        f"the runtime that loads the file decides. To see what it fuses: {missing(ONNXRUNTIME)}"
+    )
+    return Finished(made.program, fallbacks=dict.fromkeys(made.claims, reason))
+
+
+def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, load it, and say what ONNX Runtime executes."""
+    return _in_onnx_runtime(_program(module, signature, ONNXRUNTIME))
+
+
+def _in_onnx_runtime(made: _Made) -> Finished:
+    program = made.program
+    with program.written() as path, tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        program.use(OnnxRuntimeSession(path, optimized))
+        found = in_onnx_runtime(optimized, origins_of(program.model))
+    return _finished(made, found, "ONNX Runtime")
+
+
+def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, and check it against what TensorRT documents; it runs in whichever runtime is installed.
+
+    Raises:
+        ONNXTargetError: TensorRT would refuse the file.
+    """
+    made = _program(module, signature, "")
+    origins = origins_of(made.program.model)
+    for node, reason in tensorrt.faults(made.program.model):
+        name = origins.get(node.name or "", node.name)
+        raise ONNXTargetError(
+            f"{name}: {reason}, so TensorRT would reject the file. {tensorrt.REMEDY}"
+        )
+    note = "the file follows TensorRT's documented rules for Q/DQ, but TensorRT has not loaded it"
+    return Finished(made.program, dict.fromkeys(made.claims, TENSORRT_INT8), notes=(note,))
+
+
+def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, load it, and say what OpenVINO executes."""
+    made = _program(module, signature, OPENVINO)
+    with made.program.written() as path:
+        session = OpenVinoSession(path)
+    made.program.use(session)
+    found = in_openvino(session.compiled, origins_of(made.program.model))
+    return _finished(made, found, "OpenVINO", OPENVINO_INT8)
+
+
+def _finished(made: _Made, found: Executed, runtime: str, kernel: str = "") -> Finished:
+    """Report what a runtime executes; `kernel` is its name for all that reads integers, "": their own."""
+    kernels, fallbacks = {}, {}
+    for claim, nodes in made.claims.items():
+        left = [op for node in nodes for op in found.by_node.get(node.name, ())]
+        own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
+        fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
+        if runtime == "ONNX Runtime" and any(map(_reads_sixteen_bits, nodes)):
+            kernels[claim] = SIXTEEN_BITS
+        elif not own and any(map(_multiplies, nodes)):
+            fallbacks[claim] = f"{runtime} does not report how it runs this operator"
+        elif fused is not None:
+            kernels[claim] = fused if fused in _IN_FLOAT else kernel or fused
+        else:
+            operators = ", ".join(dict.fromkeys(name for name, _ in own))
+            fallbacks[claim] = f"{runtime} computes {operators} in float"
+    operators = ", ".join(f"{count} {name}" for name, count in sorted(found.counts.items()))
+    note = f"{runtime} executes {operators}"
+    remarks = _remarks(made.exported, found, runtime)
+    return Finished(made.program, kernels, fallbacks, remarks, (note,))
+
+
+_IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
+
+
+def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
+    """Return the kernel of the operators that are left of a region, None where they compute in float."""
+    for name, _ in own:
+        if name in FUSED or name.startswith("QLinear"):
+            return name
+    if own and all(name == SUBGRAPH for name, _ in own):
+        return OPENVINO_LOOP
+    if all(reads and name not in PRODUCTS for name, reads in own):
+        return MOVED
+    compressed = any(name.endswith(COMPRESSED) for name, _ in own)
+    return OPENVINO_WEIGHTS if compressed and not reads_integers else None
+
+
+def _multiplies(node: Node) -> bool:
+    """Tell whether an operator is a product, of which something must be left."""
+    return any(name in str(node.target) for name in ("linear", "conv"))
+
+
+def _reads_integers(node: Node) -> bool:
+    """Tell whether the first input of an operator is dequantized: its weight is not all that is quantized."""
+    first = node.args[0] if node.args else None
+    return isinstance(first, Node) and "dequantize" in str(first.target)
+
+
+def _reads_sixteen_bits(node: Node) -> bool:
+    """Tell whether the first input of an operator is dequantized of 16 bits."""
+    return _reads_integers(node) and not {*node.all_input_nodes[0].args}.isdisjoint(SIXTEEN)
+
+
+def _remarks(exported: ExportedProgram, found: Executed, runtime: str) -> dict[str, str]:
+    """Return what operators that nobody claimed are executed as."""
+    remarks: dict[str, list[str]] = {}
+    for node in exported.graph.nodes:
+        name = operator_of(node)
+        if name and claim_of(node) is None and node.name in found.by_node:
+            remarks.setdefault(name, []).extend(op for op, _ in found.by_node[node.name])
+    return {name: f"{runtime}: {', '.join(dict.fromkeys(ops))}" for name, ops in remarks.items()}
+
+
+STEPS: Final[Mapping[str, Callable[[GraphModule, CallSignature], Finished]]] = {
+    "onnx": _finish_onnx,
+    "onnxruntime": _finish_onnx_runtime,
+    TENSORRT: _finish_tensorrt,
+    "openvino": _finish_openvino,
+}
+"""By the name of a target."""
