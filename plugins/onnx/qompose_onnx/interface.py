@@ -31,8 +31,8 @@ class Leaf:
 class Interface:
     """The leaves of arguments and results; their trees as text.
 
-    Where a tree is "", or has a class that is not registered with torch's pytree in this process, arguments are
-    taken flat, and results are a flat list.
+    Where a tree is "", or has a class that is not registered with torch's pytree in this process, arguments
+    are taken flat, and results are a flat list.
     """
 
     inputs: tuple[Leaf, ...]

@@ -150,9 +150,7 @@ class TestDrawing:
         assert drawn(last + 1, edges).width < 6 * BOX
 
 
-BORDERS = dict(
-    zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DASHED, DOTTED), strict=True)
-)
+BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DASHED, DOTTED), strict=True))
 
 
 def graph(*rows: Row, compared: Comparison | None = None) -> dict[str, Any]:
