@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""What a disk or quota that is full says, without the file's name where it was open already."""
 _LONGEST = 32
 """Characters of a file's name that the folder of its draft is named after: names have a limit."""
 
@@ -61,7 +64,8 @@ def draft_of(path: Path) -> Iterator[Path]:
         yield draft
         _take_places(draft, place)
     except OSError as error:
-        if Path(error.filename or "") in (folder, draft):
+        is_full = error.filename is None and error.errno in _FULL
+        if is_full or Path(error.filename or "") in (folder, draft):
             raise OSError(error.errno, error.strerror, str(path)) from error  # of the same class
         raise
     finally:

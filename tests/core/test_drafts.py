@@ -42,6 +42,14 @@ class TestDraft:
         assert caught.value.filename == str(path)
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_full_disk_says_for_which_file(self, tmp_path: Path) -> None:
+        """What writes to an open file does not name it."""
+        path = tmp_path / "model.pte"
+        with pytest.raises(OSError) as caught, draft_of(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert (caught.value.filename, caught.value.errno) == (str(path), errno.ENOSPC)
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_a_failed_one_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
         path = tmp_path / "model.pte"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -134,6 +135,17 @@ class TestFiles:
         with pytest.raises(FileNotFoundError):
             ONNXProgram.read(tmp_path / "none.onnx")
 
+    def test_constants_that_are_cut_short_are_refused(
+        self, lowered: ONNXProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are in a file of their own, which is read when they are needed."""
+        monkeypatch.setattr("qompose_onnx.program.LARGEST", 100)
+        path = lowered.save(tmp_path / "model.onnx")
+        data = tmp_path / "model.onnx.data"
+        data.write_bytes(data.read_bytes()[:-1])
+        with pytest.raises(ONNXTargetError, match=r"model\.onnx\.data"):
+            ONNXProgram.read(path)
+
     def test_large_constants_are_in_a_file_of_their_own(
         self, lowered: ONNXProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -176,6 +188,15 @@ class TestWithoutARuntime:
         monkeypatch.setattr("qompose_onnx.targets.missing", lambda name: f"{name} is missing")
         with pytest.raises(TargetError, match="onnxruntime is missing"):
             qompose.lower(converted, "onnxruntime")
+
+    @pytest.mark.parametrize("target", ["onnx", "onnxruntime"])
+    def test_a_runtime_that_is_broken_is_named(
+        self, converted: Any, monkeypatch: pytest.MonkeyPatch, target: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)  # its import fails
+        monkeypatch.setattr("qompose_onnx.runtimes.find_spec", lambda name: name)
+        with pytest.raises(ONNXTargetError, match="onnxruntime"):
+            qompose.lower(converted, target)
 
 
 @pytest.mark.full
@@ -229,15 +250,20 @@ class TestCompositions:
 
 def test_an_operator_that_onnx_lacks_is_named() -> None:
     class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.lgamma(x)
+
+    class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Linear(4, 4)
+            self.inner, self.parts = nn.Linear(4, 4), nn.ModuleDict({"odd": Odd()})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.lgamma(self.inner(x))
+            y: torch.Tensor = self.parts["odd"](self.inner(x))
+            return y
 
     x = torch.randn(4, 4)
-    with pytest.raises(ONNXTargetError, match=r"lgamma.*inner|lgamma"):
+    with pytest.raises(ONNXTargetError, match=r"lgamma \(aten\.lgamma in parts\.odd\)"):
         qompose.quantize(
-            Odd(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
+            Network(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
         )

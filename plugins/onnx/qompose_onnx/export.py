@@ -119,7 +119,8 @@ def _why(error: Exception, program: ExportedProgram) -> str:
     said = [str(cause) for cause in _causes(error)]
     for text in said:
         for name in re.findall(r"No ONNX function found for <OpOverload\(op='([^']+)'", text):
-            places = [_place(n) for n in _calls(program) if _named(n) == name]
+            # The exporter names what it decomposed a call to: prims.lgamma of aten.lgamma.
+            places = [_place(n) for n in _calls(program) if _bare(_named(n)) == _bare(name)]
             where = ", ".join(places[:4]) or name
             return f"ONNX has no operator for {where}. {REMEDY}"
     first = next(
@@ -142,6 +143,10 @@ def _calls(program: ExportedProgram) -> Iterator[Node]:
 
 def _named(node: Node) -> str:
     return str(node.target).removesuffix(".default")
+
+
+def _bare(name: str) -> str:
+    return name.split(".")[1]
 
 
 def _place(node: Node) -> str:

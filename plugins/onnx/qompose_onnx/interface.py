@@ -72,7 +72,11 @@ class Interface:
             )
         flat, given = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         if given != spec:
-            raise ONNXInputError(f"the program expects {spec}, got {given}")
+            wanted = [leaf.name or repr(leaf.value) for leaf in self.inputs]
+            raise ONNXInputError(
+                f"the program expects {_drawn(wanted, spec)}, got "
+                f"{_drawn([type(leaf).__name__ for leaf in flat], given)}"
+            )
         return flat
 
     def results(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -154,6 +158,11 @@ def _leaf(name: str, value: Any) -> Leaf:
             )
         return Leaf(name, str(value.dtype), value.dim())
     return Leaf(name, "float" if isinstance(value, (float, torch.SymFloat)) else "int")
+
+
+def _drawn(leaves: list[str], spec: pytree.TreeSpec) -> str:
+    """Return arguments in the form of a call, such as `((x, y), {mask: z})`."""
+    return str(pytree.tree_unflatten(leaves, spec)).replace("'", "")
 
 
 def _tree(text: str) -> pytree.TreeSpec | None:

@@ -57,14 +57,27 @@ class ONNXProgram:
         try:
             model = ir.load(path)
             onnx.checker.check_model(str(path))
-            return cls(model, runtime)
+            program = cls(model, runtime)
+            program._check_data()
+            return program
         except OSError:
             raise
         except Exception as error:
+            said = str(error).rstrip(".") or repr(error)
             raise ONNXTargetError(
-                f"{path} is damaged or was not saved by qompose-onnx: {error or repr(error)}. "
+                f"{path} is damaged or was not saved by qompose-onnx: {said}. "
                 "Save it again, together with its external data file if it has one"
             ) from error
+
+    def _check_data(self) -> None:
+        """Raise for constants in another file that is cut short, which is read when they are needed."""
+        import onnx_ir as ir
+
+        for tensor in self._tensors():
+            if isinstance(tensor, ir.ExternalTensor):
+                size = Path(tensor.path).stat().st_size
+                if size < (tensor.offset or 0) + (tensor.length or 0):
+                    raise ValueError(f"{tensor.path} is cut short at {size:,} bytes")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ONNXProgram:
         return self
@@ -77,16 +90,14 @@ class ONNXProgram:
     @property
     def nbytes(self) -> int:
         """Bytes of the constants."""
-        held = {
-            id(v.const_value): v.const_value
-            for g in self._graphs()
-            for v in g.initializers.values()
-        }
-        return sum(tensor.nbytes for tensor in held.values() if tensor is not None)
+        held = {id(tensor): tensor for tensor in self._tensors()}
+        return sum(tensor.nbytes for tensor in held.values())
 
-    def _graphs(self) -> Iterator[ir.Graph]:
-        yield self.model.graph
-        yield from self.model.graph.subgraphs()
+    def _tensors(self) -> Iterator[ir.TensorProtocol]:
+        for graph in (self.model.graph, *self.model.graph.subgraphs()):
+            for value in graph.initializers.values():
+                if value.const_value is not None:
+                    yield value.const_value
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the file and return its path: the whole file, or nothing.

@@ -8,6 +8,7 @@ import itertools
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -61,6 +62,16 @@ def missing(package: str) -> str | None:
     return f'the package {package} is not installed; run pip install "qompose-onnx[{package}]"'
 
 
+def _imported(package: str) -> Any:
+    try:
+        return import_module(package)
+    except Exception as error:  # such as an OSError of a library that is missing
+        raise ONNXTargetError(
+            f"the package {package} is installed but broken: {_said(error)}. Reinstall it; without it, files "
+            "can be written"
+        ) from error
+
+
 class OnnxRuntimeSession(Session):
     """A file in ONNX Runtime, on processors.
 
@@ -69,14 +80,13 @@ class OnnxRuntimeSession(Session):
         optimized: where to write the graph that ONNX Runtime executes; None: nowhere.
 
     Raises:
-        ONNXTargetError: ONNX Runtime refuses the file.
+        ONNXTargetError: ONNX Runtime is broken, or refuses the file.
     """
 
     runtime = "ONNX Runtime"
 
     def __init__(self, path: Path, optimized: Path | None = None) -> None:
-        import onnxruntime
-
+        onnxruntime = _imported(ONNXRUNTIME)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4
@@ -101,14 +111,13 @@ class OpenVinoSession(Session):
     """A file in OpenVINO, on processors.
 
     Raises:
-        ONNXTargetError: OpenVINO refuses the file.
+        ONNXTargetError: OpenVINO is broken, or refuses the file.
     """
 
     runtime = "OpenVINO"
 
     def __init__(self, path: Path) -> None:
-        import openvino
-
+        openvino = _imported(OPENVINO)
         core = openvino.Core()
         options = {
             "INFERENCE_PRECISION_HINT": "f32",
@@ -159,7 +168,7 @@ def sums_are_exact(runtime: str) -> bool:
         onnx.save(onnx.parser.parse_model(_linear()), path)
         try:
             found = _SESSIONS[runtime](path).run({"x": torch.ones(1, _DEPTH)})["y"]
-        except (ImportError, ONNXTargetError):
+        except ONNXTargetError:
             return True
     return bool((found - _DEPTH).abs().max() < 0.5)
 
