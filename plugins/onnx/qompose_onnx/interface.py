@@ -72,9 +72,9 @@ class Interface:
             )
         flat, given = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         if given != spec:
-            wanted = [leaf.name or repr(leaf.value) for leaf in self.inputs]
+            expected = [leaf.name or repr(leaf.value) for leaf in self.inputs]
             raise ONNXInputError(
-                f"the program expects {_drawn(wanted, spec)}, got "
+                f"the program expects {_drawn(expected, spec)}, got "
                 f"{_drawn([type(leaf).__name__ for leaf in flat], given)}"
             )
         return flat
