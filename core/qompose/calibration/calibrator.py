@@ -94,7 +94,7 @@ def calibrate(
     once more on all batches, part by part, and batches are kept in memory until then.
 
     If `torch.distributed` is initialized, each process runs its share of the batches, and all end with the
-    statistics of all data, bit for bit those of a single process.
+    statistics of all data, bit for bit those of a single process, but for the rounding of second moments.
 
     Args:
         prepared: a prepared model, or a dict of the methods of one program.

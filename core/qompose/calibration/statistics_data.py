@@ -120,6 +120,7 @@ class Statistics:
     def merged(self, *others: Statistics) -> Statistics:
         """Return the statistics of all data together, exactly, whatever the order and grouping.
 
+        Only the rounding of second moments depends on the order, and `diff` does not count it.
         `learned` is dropped, since it depends on all data at once.
 
         Raises:

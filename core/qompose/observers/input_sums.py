@@ -148,6 +148,8 @@ class MeanObserver(_SumObserver):
         self.largest = torch.tensor(means.largest, dtype=torch.float64)
 
 
+_OF_ORDER = 1e-10
+"""The part of what a sum could be that its order changes at most: rounding of some million terms."""
 SKETCHED = 32
 """Sums of rows with signs; what they say of an error is off by the root of 2/32, of many errors by less."""
 
@@ -240,8 +242,21 @@ class Moments:
         return Moments(self.columns, self.total + other.total, self.count + other.count)
 
     def same(self, other: Moments) -> bool:
-        """Tell whether both are the same to the bit."""
-        return torch.equal(self.count, other.count) and torch.equal(self.total, other.total)
+        """Tell whether both are sums of the same data, in whatever order it was added up."""
+        if not torch.equal(self.count, other.count):
+            return False
+        sizes = torch.maximum(self._sizes(), other._sizes())
+        return bool(((self.total - other.total).abs() <= _OF_ORDER * sizes).all())
+
+    def _sizes(self) -> Tensor:
+        """Return what no sum can exceed, by the squares of columns, in the shape of `total`."""
+        if self.columns.correlated:
+            roots = self.total.diagonal(dim1=2, dim2=3).sqrt()
+            return roots[..., None] * roots[..., None, :]
+        squares = self.total[:, :, 1:2]
+        sizes = (squares * self.count.view(2, 1, 1, 1)).sqrt().expand_as(self.total).clone()
+        sizes[:, :, 1:2] = squares
+        return sizes
 
 
 class MomentObserver(_SumObserver):

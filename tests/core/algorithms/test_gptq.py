@@ -322,6 +322,7 @@ def test_moments_come_back_from_files_and_merge(tmp_path: Path) -> None:
     assert len(parts[0].moments) == 2 and not parts[0].diff(parts[0])
     assert parts[0].diff(parts[1])
     merged = parts[2].merged(parts[0], parts[1])
+    assert merged.diff(qompose.statistics(calibrated(*batches))) == ()
     for name in ("it.safetensors", "it.json"):
         merged.save(tmp_path / name)
         fresh = qompose.Statistics.load(tmp_path / name).apply(prepare(exported, quantizer))

@@ -11,7 +11,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig
 from qompose.observers import PerBlockMinMaxObserver, PerChannelHistogramObserver
-from qompose.observers.input_sums import SKETCHED, Columns, MomentObserver, distinct_rows
+from qompose.observers.input_sums import (
+    SKETCHED,
+    Columns,
+    MomentObserver,
+    Moments,
+    distinct_rows,
+)
 from qompose.spec.quantization_spec import QuantizationSpec
 from torch import Tensor, nn
 
@@ -157,6 +163,33 @@ def test_a_sketch_says_what_errors_do_to_outputs(seed: int, shape: tuple[int, ..
     exact = (distinct_rows(x, dim)[0] @ errors.T).square().sum()
     found = (whole.total[:, 0, 2:] @ errors.T).square().sum() / SKETCHED
     assert float(found / exact) == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize("correlated", [True, False])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4], ids=str)
+def test_sums_in_another_order_are_the_same_and_sums_of_other_data_are_not(
+    correlated: bool, size: float
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes = size * torch.logspace(-2, 2, 24)
+    x = torch.randn(200, 7, 24, generator=generator) * sizes
+    x[100:] = -x[:100]  # the sum of all is nothing but rounding
+
+    def sums(*parts: Tensor) -> Moments:
+        observer = MomentObserver(Columns(2, correlated=correlated), 24)
+        for part in parts:
+            observer(part)
+        return observer.seen()
+
+    whole = sums(x)
+    other = sums(x[150:], x[:3]).merged(sums(x[3:77], x[77:150]))
+    assert not torch.equal(whole.total, other.total)
+    assert whole.same(other) and other.same(whole)
+    for channel in (0, 23):
+        changed = x.clone()
+        changed[5, 3, channel] += sizes[channel]
+        assert not whole.same(sums(changed))
+    assert not whole.same(sums(x, x))
 
 
 def test_without_data_it_is_made_only_if_asked_for() -> None:
