@@ -23,7 +23,9 @@ import torch._inductor
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 from torch._inductor.exc import CppCompileError
-from torch.fx import Graph, GraphModule
+from torch._inductor.inductor_prims import force_stride_order
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.backend.interface import Backend, LateOperators
@@ -42,6 +44,8 @@ from qompose.plan.methods import ONLY, by_method, in_method
 from qompose.plan.plan import Record, record_of
 from qompose.program.aliasing import written_buffers
 from qompose.program.call_signature import CallSignature, call_signature
+from qompose.program.control_flow import nodes_in
+from qompose.program.decompositions import numbers
 from qompose.program.graph import (
     address_of,
     copies_of,
@@ -252,7 +256,7 @@ def _part(
     graph = _for_compilers(lowered, backends, state)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
     known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}
-    return Part(graph, call_signature(lowered), record, settings_with(late, settings), known)
+    return Part(graph, call_signature(lowered), record, settings_with(graph, late, settings), known)
 
 
 def _packaged(
@@ -479,6 +483,7 @@ def _keywords(lowered: GraphModule) -> frozenset[str]:
 
 
 _PASSES: Final = "post_grad_custom_post_pass"
+_COND: Final = torch.ops.higher_order.cond
 
 
 class LateReplacement(CustomGraphPass):
@@ -508,10 +513,50 @@ class LateReplacement(CustomGraphPass):
         return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
-def settings_with(operators: LateOperators, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of the compiler that also replace operators, behind a user's own passes."""
-    if not operators:
+class CondOperandStrides(CustomGraphPass):
+    """A graph pass that gives the operands of `cond` the strides for which its branches are compiled.
+
+    torch compiles branches for the strides of example values, and lays out what computes an operand as suits
+    that operator (torch 2.13): a branch then reads other elements, without an error in programs whose wrapper
+    is C++. It lays out operands of while_loop as needed.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Change a graph in place."""
+        for node in graph.find_nodes(op="call_function", target=_COND):
+            with graph.inserting_before(node):
+                operands = [_with_its_strides(graph, each) for each in node.args[3]]
+            node.args = (*node.args[:3], operands)
+
+    def uuid(self) -> Any:
+        """Return what tells code that was compiled with this pass from other code."""
+        text = inspect.getsource(type(self)) + inspect.getsource(_with_its_strides)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_its_strides(graph: Graph, operand: Any) -> Any:
+    """Return an operand that lies in memory as its example does, or a copy without gaps if that has some."""
+    value = operand.meta.get("val") if isinstance(operand, Node) else None
+    if not isinstance(value, Tensor) or operand.op == "placeholder":
+        return operand
+    if not is_non_overlapping_and_dense_or_false(value):
+        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        operand = graph.call_function(torch.ops.aten.clone.default, (operand,), options)
+        value = operand.meta["val"] = value.clone(**options)
+    # Only the order of these numbers is looked at.
+    result = graph.call_function(force_stride_order, (operand, numbers(value.stride())))
+    result.meta["val"] = value
+    return result
+
+
+def settings_with(
+    program: GraphModule, operators: LateOperators, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings of the compiler with the passes that a program needs, after a user's own."""
+    passes: list[CustomGraphPass] = [LateReplacement(operators)] if operators else []
+    if any(node.target is _COND for node in nodes_in(program)):
+        passes.append(CondOperandStrides())
+    if not passes:
         return dict(settings)
     users = settings.get(_PASSES, getattr(torch._inductor.config, _PASSES))
-    passes = (*get_custom_graph_passes(users), LateReplacement(operators))
-    return {**settings, _PASSES: passes}
+    return {**settings, _PASSES: (*get_custom_graph_passes(users), *passes)}

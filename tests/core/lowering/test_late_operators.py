@@ -11,9 +11,10 @@ import torch
 from qompose.lowering.compilation import LateReplacement, settings_with
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 PASSES = "post_grad_custom_post_pass"
+NOTHING = GraphModule({}, Graph())
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
@@ -61,7 +62,7 @@ def run(late: Any, settings: dict[str, Any]) -> Tensor:
 
 
 def test_they_are_replaced(late: Any) -> None:
-    assert run(late, settings_with({late: doubled}, {})).tolist() == [2.0, 6.0, 10.0]
+    assert run(late, settings_with(NOTHING, {late: doubled}, {})).tolist() == [2.0, 6.0, 10.0]
 
 
 class Seen(CustomGraphPass):
@@ -79,16 +80,16 @@ class Seen(CustomGraphPass):
 def test_passes_of_the_user_run_before(late: Any, given: str) -> None:
     seen = Seen()
     if given == "option":
-        settings = settings_with({late: doubled}, {PASSES: seen})
+        settings = settings_with(NOTHING, {late: doubled}, {PASSES: seen})
     else:
         with torch._inductor.config.patch({PASSES: seen}):
-            settings = settings_with({late: doubled}, {})
+            settings = settings_with(NOTHING, {late: doubled}, {})
     assert run(late, settings).tolist() == [2.0, 6.0, 10.0]
     assert [late in targets for targets in seen.targets] == [True]
 
 
 def test_without_any_nothing_is_set() -> None:
-    assert settings_with({}, {"freezing": True}) == {"freezing": True}
+    assert settings_with(NOTHING, {}, {"freezing": True}) == {"freezing": True}
 
 
 def test_code_is_kept_apart_by_the_functions_that_made_it(late: Any) -> None:

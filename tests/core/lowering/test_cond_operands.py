@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches of cond in compiled programs read their operands, however what computes them is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from torch import Tensor, nn
+
+from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+
+OPERANDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.transpose(1, 2).contiguous(),
+    "a part of it": lambda y: y.transpose(1, 2).contiguous()[:, 1:],
+    "repeated": lambda y: y.transpose(1, 2)[:1].expand(2, -1, -1),
+    "not contiguous": lambda y: (y + 1).transpose(1, 2),
+    "channels last": lambda y: y[..., None].contiguous(memory_format=torch.channels_last),
+}
+
+
+def doubled(a: Tensor, b: Tensor) -> Tensor:
+    return a * 2 + b
+
+
+def less(a: Tensor, b: Tensor) -> Tensor:
+    return a + 1 - b
+
+
+def nested(a: Tensor, b: Tensor) -> Tensor:
+    other = (a.transpose(1, 2) * 3).contiguous().transpose(1, 2).contiguous()
+    return torch.cond(b.sum() > 0, doubled, less, (other, b))  # type: ignore[no-any-return]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = self.linear(x)
+        operands = {name: operand(y) for name, operand in OPERANDS.items()}
+        first = torch.cond(
+            y.sum() > 0, nested, less, (operands["transposed"], operands["transposed"] * 3)
+        )
+        return [
+            first,
+            *(torch.cond(x.sum() > 0, doubled, less, (o, o * 3)) for o in operands.values()),
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+def test_branches_read_what_was_computed(options: dict[str, Any]) -> None:
+    x = randn(2, 7, 3)
+    with torch.no_grad():  # with gradients, torch's trace of the branches warns
+        program = export(seeded(Branching()), x)
+    model = qompose.lower(convert(program, toy(LINEAR), x))
+    compiled = qompose.compile_lowered(model, options=options)
+    for given in (x.abs(), -x.abs()):
+        torch.testing.assert_close(compiled(given), model(given))
+    torch._dynamo.reset()
