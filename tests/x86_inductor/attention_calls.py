@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 LAYOUTS = ("plain", "by token", "packed", "by column")
@@ -26,6 +28,59 @@ def operand(
     if layout == "by column":
         return draw(batch, heads, width, length).transpose(2, 3)
     return draw(batch, heads, length, width)
+
+
+def operands_and_mask(draw: st.DrawFn, values: Callable[..., Tensor]) -> list[Any]:
+    """Queries, keys, values and a mask or None, of any sizes, layouts and groups of heads.
+
+    Args:
+        values: makes a tensor of a shape.
+    """
+    batch, shared, times = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads, length = shared * times, draw(st.integers(1, 30))
+    keys = draw(st.integers(1, 40) | st.integers(60, 150))
+    width, columns = (draw(st.integers(1, 40) | st.sampled_from([64, 128])) for _ in range(2))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    sizes = ((heads, length, width), (shared, keys, width), (shared, keys, columns))
+    tensors = [operand(values, draw(st.sampled_from(LAYOUTS)), batch, *each) for each in sizes]
+    full = (batch, heads, length, keys)
+    shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
+    return [*tensors, a_mask(draw(st.sampled_from(MASKS)), shape)]
+
+
+def plain_operands(
+    values: Callable[..., Tensor],
+    *,
+    batch: int = 1,
+    heads: int = 3,
+    length: int = 20,
+    keys: int = 50,
+    width: int = 32,
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values, contiguous."""
+    torch.manual_seed(0)
+    return tuple(values(batch, heads, rows, width) for rows in (length, keys, keys))
+
+
+def with_rows_out(infinite: bool) -> Tensor:
+    """A mask of 20 queries and 50 keys: the fourth query has none, the eighth only the first."""
+    mask = torch.ones(20, 50, dtype=torch.bool)
+    mask[3], mask[7, 1:] = False, False
+    return torch.zeros(20, 50).masked_fill(~mask, -math.inf) if infinite else mask
+
+
+class Guarded:
+    """A copy of a tensor after which memory cannot be read: a program that does so ends there."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        protect = ctypes.CDLL(None).mprotect
+        assert protect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+        at = mmap.PAGESIZE - x.numel() * x.element_size()
+        self._memory[at : mmap.PAGESIZE] = x.numpy().tobytes()
+        moved = torch.frombuffer(self._memory, dtype=x.dtype, count=x.numel(), offset=at)
+        self.tensor = moved.view(x.shape)
 
 
 def a_mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:

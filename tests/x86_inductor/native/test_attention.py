@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 from typing import Any
 
 import pytest
@@ -16,7 +15,13 @@ from qompose_x86_inductor.native.attention import AttentionEnds, AttentionSizes,
 from qompose_x86_inductor.native.products import KINDS
 from torch import Tensor
 
-from tests.x86_inductor.attention_calls import LAYOUTS, MASKS, a_mask, call, operand
+from tests.x86_inductor.attention_calls import (
+    Guarded,
+    call,
+    operands_and_mask,
+    plain_operands,
+    with_rows_out,
+)
 
 needs_vnni = pytest.mark.skipif(
     processor.of_machine() is not processor.AVX512_VNNI, reason="no AVX-512 VNNI, or AMX beside it"
@@ -53,19 +58,7 @@ def integers(*shape: int) -> Tensor:
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of the operator, from all that a rule may ask of it."""
-    batch, shared, times = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    heads, length = shared * times, draw(st.integers(1, 30))
-    keys = draw(st.integers(1, 40) | st.integers(60, 150))
-    width, columns = (draw(st.integers(1, 40) | st.sampled_from([64, 128])) for _ in range(2))
-    torch.manual_seed(draw(st.integers(0, 99)))
-    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(3)]
-    query = operand(integers, layouts[0], batch, heads, length, width)
-    key, value = (
-        operand(integers, layout, batch, shared, keys, size)
-        for layout, size in zip(layouts[1:], (width, columns), strict=True)
-    )
-    full = (batch, heads, length, keys)
-    shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
+    query, key, value, mask = operands_and_mask(draw, integers)
     kind = draw(st.integers(0, 2))
     zero_point = draw(st.integers(0, 100)) if kind < 2 else 0
     limits = [(0, 255), (-128, 127)][kind] if kind < 2 else (-math.inf, math.inf)
@@ -73,11 +66,11 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     sizes = AttentionSizes(
         *zero_points, draw(st.booleans()), kind < 2 or draw(st.booleans()), zero_point, kind
     )
-    scale = 3 / (5500 * math.sqrt(width))  # of scores up to some ten units
+    scale = 3 / (5500 * math.sqrt(query.shape[3]))  # of scores up to some ten units
     ends = AttentionEnds(
         scale, 1.70437 if kind < 2 else STEP, *(bound - zero_point for bound in limits)
     )
-    return query, key, value, a_mask(draw(st.sampled_from(MASKS)), shape), [*sizes], [*ends]
+    return query, key, value, mask, [*sizes], [*ends]
 
 
 @needs_vnni
@@ -88,23 +81,13 @@ def test_it_computes_what_the_operator_means(library: ctypes.CDLL, data: st.Data
     agree(run(library, *arguments), reference(*arguments))
 
 
-def a_call(
-    batch: int = 1,
-    heads: int = 3,
-    length: int = 20,
-    keys: int = 50,
-    width: int = 32,
-    mask: Tensor | None = None,
-    safe: bool = True,
-) -> tuple[Any, ...]:
+def a_call(mask: Tensor | None = None, safe: bool = True, **lengths: int) -> tuple[Any, ...]:
     """Arguments with a result in float32."""
-    torch.manual_seed(0)
-    tensors = (integers(batch, heads, rows, width) for rows in (length, keys, keys))
     sizes, ends = (
         AttentionSizes(120, 130, 0, safe, 0, 2),
         AttentionEnds(2e-4, STEP, -math.inf, math.inf),
     )
-    return *tensors, mask, [*sizes], [*ends]
+    return *plain_operands(integers, **lengths), mask, [*sizes], [*ends]
 
 
 @needs_vnni
@@ -130,12 +113,11 @@ def test_empty_tensors(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
 
 @needs_vnni
 @pytest.mark.parametrize(("safe", "result"), [(True, 0.0), (False, math.nan)])
-@pytest.mark.parametrize("kind", ["keep", "infinite"])
-def test_rows_masked_throughout(library: ctypes.CDLL, kind: str, safe: bool, result: float) -> None:
-    mask = torch.ones(20, 50, dtype=torch.bool)
-    mask[3], mask[7, 1:] = False, False
-    given = mask if kind == "keep" else torch.zeros(20, 50).masked_fill(~mask, -math.inf)
-    arguments = a_call(mask=given, safe=safe)
+@pytest.mark.parametrize("infinite", [False, True])
+def test_rows_masked_throughout(
+    library: ctypes.CDLL, infinite: bool, safe: bool, result: float
+) -> None:
+    arguments = a_call(mask=with_rows_out(infinite), safe=safe)
     got = run(library, *arguments)
     agree(got, reference(*arguments))
     rows = torch.full_like(got[:, 3], result)
@@ -169,18 +151,8 @@ def test_many_equal_scores_are_an_exact_mean(library: ctypes.CDLL) -> None:
 def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> None:
     query, key, value, *rest = a_call(heads=1, length=7, keys=21, width=width)
     wanted = reference(query, key, value, *rest)
-    kept = []
-    for x in (query, key, value):
-        memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-        kept.append(memory)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        protect = ctypes.CDLL(None).mprotect
-        assert protect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-        at = mmap.PAGESIZE - x.numel()
-        memory[at : mmap.PAGESIZE] = x.numpy().tobytes()
-        moved = torch.frombuffer(memory, dtype=torch.uint8, count=x.numel(), offset=at)
-        kept.append(moved.view(x.shape))
-    agree(run(library, kept[1], kept[3], kept[5], *rest), wanted)
+    guarded = [Guarded(x) for x in (query, key, value)]
+    agree(run(library, *(each.tensor for each in guarded), *rest), wanted)
 
 
 def test_running_it_uncompiled_says_so() -> None:

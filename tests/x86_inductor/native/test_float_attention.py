@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 from typing import Any
 
 import pytest
@@ -14,7 +13,13 @@ from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor.native import float_attention
 from torch import Tensor
 
-from tests.x86_inductor.attention_calls import LAYOUTS, MASKS, a_mask, call, operand
+from tests.x86_inductor.attention_calls import (
+    Guarded,
+    call,
+    operands_and_mask,
+    plain_operands,
+    with_rows_out,
+)
 
 
 def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
@@ -42,22 +47,11 @@ def agree(got: Tensor, arguments: tuple[Any, ...]) -> None:
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of the operator, from all that torch's attention accepts."""
-    batch, shared, times = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    heads, length = shared * times, draw(st.integers(1, 30))
-    keys = draw(st.integers(1, 40) | st.integers(60, 150))
-    width, columns = (draw(st.integers(1, 40) | st.sampled_from([64, 128])) for _ in range(2))
-    torch.manual_seed(draw(st.integers(0, 99)))
-    query, key, value = (
-        operand(torch.randn, draw(st.sampled_from(LAYOUTS)), batch, *sizes)
-        for sizes in ((heads, length, width), (shared, keys, width), (shared, keys, columns))
-    )
-    full = (batch, heads, length, keys)
-    shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
-    mask = a_mask(draw(st.sampled_from(MASKS)), shape)
+    *tensors, mask = operands_and_mask(draw, torch.randn)
     is_causal = mask is None and draw(st.booleans())
     # torch multiplies what hides later keys, -inf, by the scale: NaN where that is 0.
     scale = 0.3 if is_causal else draw(st.sampled_from([0.0, 0.3, -1.0]))
-    return query, key, value, mask, is_causal, scale
+    return *tensors, mask, is_causal, scale
 
 
 @given(st.data())
@@ -67,17 +61,8 @@ def test_it_computes_torchs_attention(library: ctypes.CDLL, data: st.DataObject)
     agree(run(library, *arguments), arguments)
 
 
-def a_call(
-    batch: int = 1,
-    heads: int = 3,
-    length: int = 20,
-    keys: int = 50,
-    width: int = 32,
-    mask: Tensor | None = None,
-) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    tensors = (torch.randn(batch, heads, rows, width) for rows in (length, keys, keys))
-    return *tensors, mask, False, 0.2
+def a_call(mask: Tensor | None = None, **sizes: int) -> tuple[Any, ...]:
+    return *plain_operands(torch.randn, **sizes), mask, False, 0.2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -97,12 +82,9 @@ def test_empty_tensors(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
     assert torch.equal(got, torch.zeros_like(got))
 
 
-@pytest.mark.parametrize("kind", ["keep", "infinite"])
-def test_a_row_without_keys_is_zero(library: ctypes.CDLL, kind: str) -> None:
-    mask = torch.ones(20, 50, dtype=torch.bool)
-    mask[3], mask[7, 1:] = False, False
-    given = mask if kind == "keep" else torch.zeros(20, 50).masked_fill(~mask, -math.inf)
-    got = run(library, *a_call(mask=given))
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_row_without_keys_is_zero(library: ctypes.CDLL, infinite: bool) -> None:
+    got = run(library, *a_call(mask=with_rows_out(infinite)))
     assert torch.equal(got[:, 3], torch.zeros_like(got[:, 3]))
     assert bool(got.isfinite().all())
 
@@ -149,18 +131,9 @@ def test_many_keys(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("width", [1, 5, 33])
 def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> None:
     query, key, value, *rest = a_call(heads=1, length=7, keys=21, width=width)
-    kept = []
-    for x in (query, key, value):
-        memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-        kept.append(memory)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        protect = ctypes.CDLL(None).mprotect
-        assert protect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-        at = mmap.PAGESIZE - 4 * x.numel()
-        memory[at : mmap.PAGESIZE] = x.numpy().tobytes()
-        moved = torch.frombuffer(memory, dtype=torch.float32, count=x.numel(), offset=at)
-        kept.append(moved.view(x.shape))
-    agree(run(library, kept[1], kept[3], kept[5], *rest), (query, key, value, *rest))
+    guarded = [Guarded(x) for x in (query, key, value)]
+    got = run(library, *(each.tensor for each in guarded), *rest)
+    agree(got, (query, key, value, *rest))
 
 
 def test_running_it_uncompiled_says_so() -> None:

@@ -56,7 +56,7 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     native_calls.quantize_planes(result)
     packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
-        if node.target is native_attention.IN_FLOAT:
+        if native_attention.applies_in_float(node):
             native_attention.replace_in_float(node)
         elif _is_ours(node) and not _calls_native(result, node, packed):
             _decompose(result, node, templated=node not in kept)

@@ -20,7 +20,7 @@ from qompose_x86_inductor.native import float_attention, processor
 from qompose_x86_inductor.native.attention import ATTENTION, AttentionEnds, AttentionSizes
 from qompose_x86_inductor.native.products import KINDS
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
-from qompose_x86_inductor.operators.attention import AttentionCall, raised
+from qompose_x86_inductor.operators.attention import AttentionCall, laid_out, raised
 
 OPERATOR: Final = getattr(torch.ops, NAMESPACE).attention.default
 IN_FLOAT: Final = torch.ops.aten.scaled_dot_product_attention.default
@@ -69,13 +69,11 @@ def attended(
 ) -> Tensor:
     """Compute attention of two to four axes; the result is one of (B, L, heads, V) with its axes moved."""
     operands = (raised(query), raised(key), raised(value))
-    return _of_axes(ATTENTION(*operands, mask, sizes, ends), query.dim())
+    return laid_out(ATTENTION(*operands, mask, sizes, ends), query.dim())
 
 
-def replace_in_float(node: fx.Node) -> bool:
-    """Let a call of `IN_FLOAT` compute the same in C++, in place; return False where that is not for it."""
-    if not applies_in_float(node):
-        return False
+def replace_in_float(node: fx.Node) -> None:
+    """Let a call of `IN_FLOAT` for which `applies_in_float` compute the same in C++, in place."""
     arguments = arguments_of(node)
     query, mask, scale = (arguments[name] for name in ("query", "attn_mask", "scale"))
     width = query.meta["val"].shape[-1]
@@ -83,7 +81,6 @@ def replace_in_float(node: fx.Node) -> bool:
     tensors = (query, arguments["key"], arguments["value"], mask)
     node.target, node.kwargs = attended_in_float, {}
     node.args = (*tensors, bool(arguments["is_causal"]), scale)
-    return True
 
 
 def applies_in_float(node: fx.Node) -> bool:
@@ -148,10 +145,4 @@ def attended_in_float(
 ) -> Tensor:
     """Compute attention in float of two to four axes; the result is as that of `attended`."""
     operands = (raised(query), raised(key), raised(value))
-    return _of_axes(float_attention.ATTENTION(*operands, mask, is_causal, scale), query.dim())
-
-
-def _of_axes(result: Tensor, axes: int) -> Tensor:
-    """Return (B, L, heads, V) as (B, heads, L, V), or with as many of these axes as there were."""
-    result = result.transpose(1, 2)
-    return result.reshape(result.shape[4 - axes :])
+    return laid_out(float_attention.ATTENTION(*operands, mask, is_causal, scale), query.dim())

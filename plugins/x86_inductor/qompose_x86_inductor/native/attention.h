@@ -74,25 +74,105 @@ class Attending {
         out(out),
         quads((a.width + 3) / 4),
         row_keys(a.row_keys()),
-        tall(a.rows_at_once()),
         value_vectors((a.value_width + 15) / 16) {}
 
-  // Rows `from` to `to` of the queries of one head.
-  void work(int64_t batch, int64_t head, int64_t from, int64_t to) {
-    const int64_t shared = head / (a.heads / a.shared_heads);
-    if (batch != packed_batch || shared != packed_head) {
-      pack_keys(batch, shared);
-      pack_values(batch, shared);
-      packed_batch = batch;
-      packed_head = shared;
+  void pack(int64_t batch, int64_t head) {
+    pack_keys(batch, head);
+    pack_values(batch, head);
+  }
+
+  // Scores of some rows, in units.
+  void score(int64_t batch, int64_t head, int64_t row, int rows, int64_t used) {
+    const bool copied = a.q.strides[3] != 1 || a.width % 4 != 0;
+    Bytes where[TALLEST];
+    for (int r = 0; r < rows; ++r) {
+      where[r] = a.q.at(batch, head, row + r);
+      if (!copied) continue;
+      uint8_t* to = s.rows + r * 4 * quads;
+      for (int64_t c = 0; c < 4 * quads; ++c) to[c] = c < a.width ? where[r][c * a.q.strides[3]] : 0;
+      where[r] = to;
     }
-    for (int64_t row = from; row < to; row += tall) {
-      const int rows = static_cast<int>(std::min(tall, to - row));
-      used = a.keys_until(row + rows);
-      score(batch, head, row, rows);
-      for (int r = 0; r < rows; ++r) totals[r] = weigh(batch, head, row + r, r);
-      gather(rows);
-      for (int r = 0; r < rows; ++r) finish(batch, head, row + r, r);
+    for (int64_t first = 0; first < used; first += 64) {
+      const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
+      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
+        const int some = std::min(MOST_ROWS[width], rows - r);
+        tile_of<SumTile>(width, some)(where + r, 0, 1, quads, s.keys + first * quads * 4, s.starts + first,
+                                      tile);
+        for (int i = 0; i < some; ++i)
+          for (int j = 0; j < width; ++j)
+            store(s.scores + (r + i) * row_keys + first + 16 * j,
+                  mul(to_floats(tile[i * width + j]), floats(a.scale)));
+      }
+    }
+  }
+
+  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
+  float weigh(int64_t batch, int64_t head, int64_t row, int r, int64_t used) {
+    float* scores = s.scores + r * row_keys;
+    const float most = a.mask_row(scores, batch, head, row, used);
+    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
+    uint8_t *high = s.high + r * row_keys, *low = s.low + r * row_keys;
+    const __m512 shift = _mm512_set1_ps(most), whole = _mm512_set1_ps(WHOLE);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < used; i += 16) {
+      const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), shift));
+      const __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(e, whole));
+      sum = _mm512_add_epi32(sum, steps);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(steps));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
+                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(steps, 8)));
+    }
+    return static_cast<float>(static_cast<uint32_t>(_mm512_reduce_add_epi32(sum)));
+  }
+
+  // Sums of probabilities and values, in units of both.
+  void gather(int rows, int64_t used) {
+    static const int32_t zeros[64] = {};
+    const int64_t key_quads = (a.keys + 3) / 4, used_quads = (used + 3) / 4, columns = 16 * value_vectors;
+    for (int64_t panel = 0; panel * WIDEST < value_vectors; ++panel) {
+      const int width = width_of(panel);
+      const int8_t* values = s.values + panel * 64 * key_quads * 4;
+      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
+        const int some = std::min(MOST_ROWS[width], rows - r);
+        Bytes high[TALLEST], low[TALLEST];
+        for (int i = 0; i < some; ++i) {
+          high[i] = s.high + (r + i) * row_keys;
+          low[i] = s.low + (r + i) * row_keys;
+        }
+        const auto sum = tile_of<SumTile>(width, some);
+        sum(high, 0, 1, used_quads, values, zeros, tile);
+        sum(low, 0, 1, used_quads, values, zeros, low_tile);
+        for (int i = 0; i < some; ++i)
+          for (int j = 0; j < width; ++j) {
+            const int at = i * width + j;
+            const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(tile[at]), _mm512_set1_ps(256),
+                                                _mm512_cvtepi32_ps(low_tile[at]));
+            _mm512_storeu_ps(s.sums + (r + i) * columns + panel * 64 + 16 * j, both);
+          }
+      }
+    }
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t row, int r, float total) {
+    const int64_t at = ((batch * a.queries + row) * a.heads + head) * a.value_width;
+    const bool blank = total == 0;
+    const __m512 factor = _mm512_set1_ps(blank ? 0 : a.v_scale / total),
+                 shift = _mm512_set1_ps(blank ? a.masked : (128 - a.v_zp) * a.v_scale);
+    const float* sums = s.sums + r * 16 * value_vectors;
+    for (int64_t column = 0; column < a.value_width; column += 16) {
+      const int64_t left = a.value_width - column;
+      const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
+      // A row without probabilities multiplies what it has not written by 0: that may be NaN elsewhere.
+      const __m512 sum = blank ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + column);
+      __m512 value = _mm512_fmadd_ps(sum, factor, shift);
+      if (a.kind == FLOAT32) {
+        _mm512_mask_storeu_ps(static_cast<float*>(out) + at + column, mask, value);
+        continue;
+      }
+      // Of NaN and a bound, these give the bound.
+      value = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(a.low)), _mm512_set1_ps(a.high));
+      const __m512i steps = _mm512_add_epi32(_mm512_cvtps_epi32(value), _mm512_set1_epi32(a.zp));
+      _mm_mask_storeu_epi8(static_cast<char*>(out) + at + column, mask, _mm512_cvtepi32_epi8(steps));
     }
   }
 
@@ -111,7 +191,7 @@ class Attending {
     return word;
   }
 
-  // As `sum_tile` reads weights: [panel of 64 keys][quad of columns][key][4], as signed bytes.
+  // As `SumTile` reads weights: [panel of 64 keys][quad of columns][key][4], as signed bytes.
   void pack_keys(int64_t batch, int64_t head) {
     const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80)), ones = _mm512_set1_epi8(1);
     for (int64_t first = 0; first < row_keys; first += 16) {
@@ -176,106 +256,10 @@ class Attending {
     return static_cast<int>(std::min<int64_t>(WIDEST, value_vectors - panel * WIDEST));
   }
 
-  // Scores of some rows, in units.
-  void score(int64_t batch, int64_t head, int64_t row, int rows) {
-    const bool copied = a.q.strides[3] != 1 || a.width % 4 != 0;
-    Bytes where[TALLEST];
-    for (int r = 0; r < rows; ++r) {
-      where[r] = a.q.at(batch, head, row + r);
-      if (!copied) continue;
-      uint8_t* to = s.rows + r * 4 * quads;
-      for (int64_t c = 0; c < 4 * quads; ++c) to[c] = c < a.width ? where[r][c * a.q.strides[3]] : 0;
-      where[r] = to;
-    }
-    for (int64_t first = 0; first < used; first += 64) {
-      const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
-      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
-        const int some = std::min(MOST_ROWS[width], rows - r);
-        sum_of(width, some)(where + r, 0, 1, quads, s.keys + first * quads * 4, s.starts + first, tile);
-        for (int i = 0; i < some; ++i)
-          for (int j = 0; j < width; ++j)
-            store(s.scores + (r + i) * row_keys + first + 16 * j,
-                  mul(to_floats(tile[i * width + j]), floats(a.scale)));
-      }
-    }
-  }
-
-  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
-  float weigh(int64_t batch, int64_t head, int64_t row, int r) {
-    float* scores = s.scores + r * row_keys;
-    const float most = a.mask_row(scores, batch, head, row, used);
-    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
-    uint8_t *high = s.high + r * row_keys, *low = s.low + r * row_keys;
-    const __m512 shift = _mm512_set1_ps(most), whole = _mm512_set1_ps(WHOLE);
-    __m512i sum = _mm512_setzero_si512();
-    for (int64_t i = 0; i < used; i += 16) {
-      const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), shift));
-      const __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(e, whole));
-      sum = _mm512_add_epi32(sum, steps);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(steps));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
-                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(steps, 8)));
-    }
-    return static_cast<float>(static_cast<uint32_t>(_mm512_reduce_add_epi32(sum)));
-  }
-
-  // Sums of probabilities and values, in units of both.
-  void gather(int rows) {
-    static const int32_t zeros[64] = {};
-    const int64_t key_quads = (a.keys + 3) / 4, used_quads = (used + 3) / 4, columns = 16 * value_vectors;
-    for (int64_t panel = 0; panel * WIDEST < value_vectors; ++panel) {
-      const int width = width_of(panel);
-      const int8_t* values = s.values + panel * 64 * key_quads * 4;
-      for (int r = 0; r < rows; r += MOST_ROWS[width]) {
-        const int some = std::min(MOST_ROWS[width], rows - r);
-        Bytes high[TALLEST], low[TALLEST];
-        for (int i = 0; i < some; ++i) {
-          high[i] = s.high + (r + i) * row_keys;
-          low[i] = s.low + (r + i) * row_keys;
-        }
-        const SumTile sum = sum_of(width, some);
-        sum(high, 0, 1, used_quads, values, zeros, tile);
-        sum(low, 0, 1, used_quads, values, zeros, low_tile);
-        for (int i = 0; i < some; ++i)
-          for (int j = 0; j < width; ++j) {
-            const int at = i * width + j;
-            const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(tile[at]), _mm512_set1_ps(256),
-                                                _mm512_cvtepi32_ps(low_tile[at]));
-            _mm512_storeu_ps(s.sums + (r + i) * columns + panel * 64 + 16 * j, both);
-          }
-      }
-    }
-  }
-
-  void finish(int64_t batch, int64_t head, int64_t row, int r) {
-    const int64_t at = ((batch * a.queries + row) * a.heads + head) * a.value_width;
-    const bool blank = totals[r] == 0;
-    const __m512 factor = _mm512_set1_ps(blank ? 0 : a.v_scale / totals[r]),
-                 shift = _mm512_set1_ps(blank ? a.masked : (128 - a.v_zp) * a.v_scale);
-    const float* sums = s.sums + r * 16 * value_vectors;
-    for (int64_t column = 0; column < a.value_width; column += 16) {
-      const int64_t left = a.value_width - column;
-      const __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
-      // A row without probabilities multiplies what it has not written by 0: that may be NaN elsewhere.
-      const __m512 sum = blank ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + column);
-      __m512 value = _mm512_fmadd_ps(sum, factor, shift);
-      if (a.kind == FLOAT32) {
-        _mm512_mask_storeu_ps(static_cast<float*>(out) + at + column, mask, value);
-        continue;
-      }
-      // Of NaN and a bound, these give the bound.
-      value = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(a.low)), _mm512_set1_ps(a.high));
-      const __m512i steps = _mm512_add_epi32(_mm512_cvtps_epi32(value), _mm512_set1_epi32(a.zp));
-      _mm_mask_storeu_epi8(static_cast<char*>(out) + at + column, mask, _mm512_cvtepi32_epi8(steps));
-    }
-  }
-
   const Attention& a;
   const Scratch s;
   void* out;
-  const int64_t quads, row_keys, tall, value_vectors;
-  int64_t packed_batch = -1, packed_head = -1, used = 0;
-  float totals[TALLEST];
+  const int64_t quads, row_keys, value_vectors;
   alignas(64) __m512i tile[MOST_SUMS], low_tile[MOST_SUMS];
 };
 

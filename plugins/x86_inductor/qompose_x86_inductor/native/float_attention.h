@@ -18,48 +18,38 @@ struct FloatAttention : Heads {
 
 // Products of ROWS rows, as long as `depth`, and a panel, of each of whose lines there are WIDTH vectors.
 template <int WIDTH, int ROWS>
-void multiply_tile(const float* const* rows, int64_t depth, const float* panel, int64_t line, float factor,
-                   float* out, int64_t out_line) {
-  Floats sums[ROWS][WIDTH];
+struct MultiplyTile {
+  static void run(const float* const* rows, int64_t depth, const float* panel, int64_t line, float factor,
+                  float* out, int64_t out_line) {
+    Floats sums[ROWS][WIDTH];
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) sums[r][j] = floats(0);
-  for (int64_t d = 0; d < depth; ++d, panel += line) {
-    Floats columns[WIDTH];
+      for (int j = 0; j < WIDTH; ++j) sums[r][j] = floats(0);
+    for (int64_t d = 0; d < depth; ++d, panel += line) {
+      Floats columns[WIDTH];
 #pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) columns[j] = load(panel + j * LANES);
+      for (int j = 0; j < WIDTH; ++j) columns[j] = load(panel + j * LANES);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      const Floats value = floats(rows[r][d]);
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats value = floats(rows[r][d]);
 #pragma GCC unroll 16
-      for (int j = 0; j < WIDTH; ++j) sums[r][j] = fmadd(value, columns[j], sums[r][j]);
+        for (int j = 0; j < WIDTH; ++j) sums[r][j] = fmadd(value, columns[j], sums[r][j]);
+      }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+      for (int j = 0; j < WIDTH; ++j) store(out + r * out_line + j * LANES, mul(sums[r][j], floats(factor)));
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) store(out + r * out_line + j * LANES, mul(sums[r][j], floats(factor)));
-}
-
-using MultiplyTile = void (*)(const float* const*, int64_t, const float*, int64_t, float, float*, int64_t);
-
-template <int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
-MultiplyTile multiply_of(int rows) {
-  if constexpr (ROWS == 1)
-    return multiply_tile<WIDTH, 1>;
-  else
-    return rows == ROWS ? multiply_tile<WIDTH, ROWS> : multiply_of<WIDTH, ROWS - 1>(rows);
-}
+};
 
 // The same of any number of rows.
 inline void multiply(int width, int rows, const float* const* from, int64_t depth, const float* panel,
                      int64_t line, float factor, float* out, int64_t out_line) {
-  constexpr MultiplyTile (*of_width[])(int) = {multiply_of<1>, multiply_of<2>, multiply_of<3>,
-                                               multiply_of<4>};
   for (int r = 0; r < rows; r += MOST_ROWS[width]) {
     const int some = std::min(MOST_ROWS[width], rows - r);
-    of_width[width - 1](some)(from + r, depth, panel, line, factor, out + r * out_line, out_line);
+    tile_of<MultiplyTile>(width, some)(from + r, depth, panel, line, factor, out + r * out_line, out_line);
   }
 }
 
@@ -81,25 +71,61 @@ class AttendingFloats {
         s(s),
         out(static_cast<float*>(out)),
         row_keys(a.row_keys()),
-        tall(a.rows_at_once()),
         columns(rounded_up(a.value_width, LANES)) {}
 
-  // Rows `from` to `to` of the queries of one head.
-  void work(int64_t batch, int64_t head, int64_t from, int64_t to) {
-    const int64_t shared = head / (a.heads / a.shared_heads);
-    if (batch != packed_batch || shared != packed_head) {
-      pack_keys(batch, shared);
-      pack_values(batch, shared);
-      packed_batch = batch;
-      packed_head = shared;
+  void pack(int64_t batch, int64_t head) {
+    pack_keys(batch, head);
+    pack_values(batch, head);
+  }
+
+  void score(int64_t batch, int64_t head, int64_t row, int rows, int64_t used) {
+    const float* starts[TALLEST];
+    for (int r = 0; r < rows; ++r) {
+      starts[r] = a.q.at(batch, head, row + r);
+      if (a.q.strides[3] == 1) continue;
+      copy(starts[r], a.q.strides[3], a.width, s.rows + r * a.width, a.width);
+      starts[r] = s.rows + r * a.width;
     }
-    for (int64_t row = from; row < to; row += tall) {
-      const int rows = static_cast<int>(std::min(tall, to - row));
-      used = a.keys_until(row + rows);
-      score(batch, head, row, rows);
-      for (int r = 0; r < rows; ++r) totals[r] = weigh(batch, head, row + r, r);
-      gather(rows);
-      for (int r = 0; r < rows; ++r) finish(batch, head, row + r, r);
+    for (int64_t first = 0; first < used; first += PANEL)
+      multiply(vectors_at(first, used), rows, starts, a.width, s.keys + first * a.width, PANEL, a.scale,
+               s.scores + first, row_keys);
+  }
+
+  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
+  float weigh(int64_t batch, int64_t head, int64_t row, int r, int64_t used) {
+    float* scores = s.scores + r * row_keys;
+    const float most = a.mask_row(scores, batch, head, row, used);
+    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
+    Floats sum = floats(0);
+    for (int64_t i = 0; i < used; i += LANES) {
+      const Floats below = sub(load(scores + i), floats(most)), e = exponential(below);
+      // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
+      const Floats probability = where(less(below, floats(-87)), floats(0), e);
+      store(scores + i, probability);
+      sum = add(sum, probability);
+    }
+    return sum_of_lanes(sum);
+  }
+
+  // Sums of probabilities and values.
+  void gather(int rows, int64_t used) {
+    const float* starts[TALLEST];
+    for (int r = 0; r < rows; ++r) starts[r] = s.scores + r * row_keys;
+    for (int64_t first = 0; first < columns; first += PANEL) {
+      const int vectors = vectors_at(first, columns);
+      multiply(vectors, rows, starts, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
+               columns);
+    }
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t row, int r, float total) {
+    float* to = out + ((batch * a.queries + row) * a.heads + head) * a.value_width;
+    // Sums of a row without probabilities are of scores: they may be NaN.
+    const bool blank = total == 0;
+    const Floats factor = floats(blank ? 0 : 1 / total);
+    for (int64_t column = 0; column < a.value_width; column += LANES) {
+      const Floats sum = blank ? floats(0) : load(s.sums + r * columns + column);
+      store(first_lanes(a.value_width - column), to + column, mul(sum, factor));
     }
   }
 
@@ -165,63 +191,10 @@ class AttendingFloats {
     for (int64_t i = count; i < length; ++i) to[i] = 0;
   }
 
-  void score(int64_t batch, int64_t head, int64_t row, int rows) {
-    const float* starts[TALLEST];
-    for (int r = 0; r < rows; ++r) {
-      starts[r] = a.q.at(batch, head, row + r);
-      if (a.q.strides[3] == 1) continue;
-      copy(starts[r], a.q.strides[3], a.width, s.rows + r * a.width, a.width);
-      starts[r] = s.rows + r * a.width;
-    }
-    for (int64_t first = 0; first < used; first += PANEL)
-      multiply(vectors_at(first, used), rows, starts, a.width, s.keys + first * a.width, PANEL, a.scale,
-               s.scores + first, row_keys);
-  }
-
-  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
-  float weigh(int64_t batch, int64_t head, int64_t row, int r) {
-    float* scores = s.scores + r * row_keys;
-    const float most = a.mask_row(scores, batch, head, row, used);
-    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
-    Floats sum = floats(0);
-    for (int64_t i = 0; i < used; i += LANES) {
-      const Floats below = sub(load(scores + i), floats(most)), e = exponential(below);
-      // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
-      const Floats probability = where(less(below, floats(-87)), floats(0), e);
-      store(scores + i, probability);
-      sum = add(sum, probability);
-    }
-    return sum_of_lanes(sum);
-  }
-
-  // Sums of probabilities and values.
-  void gather(int rows) {
-    const float* starts[TALLEST];
-    for (int r = 0; r < rows; ++r) starts[r] = s.scores + r * row_keys;
-    for (int64_t first = 0; first < columns; first += PANEL) {
-      const int vectors = vectors_at(first, columns);
-      multiply(vectors, rows, starts, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
-               columns);
-    }
-  }
-
-  void finish(int64_t batch, int64_t head, int64_t row, int r) {
-    float* to = out + ((batch * a.queries + row) * a.heads + head) * a.value_width;
-    // Sums of a row without probabilities are of scores: they may be NaN.
-    const bool blank = totals[r] == 0;
-    const Floats factor = floats(blank ? 0 : 1 / totals[r]);
-    for (int64_t column = 0; column < a.value_width; column += LANES) {
-      const Floats sum = blank ? floats(0) : load(s.sums + r * columns + column);
-      store(first_lanes(a.value_width - column), to + column, mul(sum, factor));
-    }
-  }
-
   const FloatAttention& a;
   const Scratch s;
   float* out;
-  const int64_t row_keys, tall, columns;
-  int64_t packed_batch = -1, packed_head = -1, used = 0;
-  float totals[TALLEST];
+  const int64_t row_keys, columns;
 };
 
 inline void attend(const FloatAttention& a, void* out, int available) {

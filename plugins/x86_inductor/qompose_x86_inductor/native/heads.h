@@ -111,28 +111,66 @@ class Parts {
   int64_t size_ = 0;
 };
 
-// Let workers attend to all rows of all heads. The result is (batch, queries, heads, columns), contiguous.
+// Rows `from` to `to` of the queries of heads, one head after another. Heads that share keys and values have
+// them packed once.
+template <typename Kernel>
+class RowsOfHeads {
+ public:
+  RowsOfHeads(const Heads& a, int64_t rows_at_once, Kernel& kernel)
+      : a(a), tall(rows_at_once), kernel(kernel) {}
+
+  void work(int64_t batch, int64_t head, int64_t from, int64_t to) {
+    const int64_t shared = head / (a.heads / a.shared_heads);
+    if (batch != packed_batch || shared != packed_head) kernel.pack(batch, shared);
+    packed_batch = batch;
+    packed_head = shared;
+    float totals[TALLEST];
+    for (int64_t row = from; row < to; row += tall) {
+      const int rows = static_cast<int>(std::min(tall, to - row));
+      const int64_t used = a.keys_until(row + rows);
+      kernel.score(batch, head, row, rows, used);
+      for (int r = 0; r < rows; ++r) totals[r] = kernel.weigh(batch, head, row + r, r, used);
+      kernel.gather(rows, used);
+      for (int r = 0; r < rows; ++r) kernel.finish(batch, head, row + r, r, totals[r]);
+    }
+  }
+
+ private:
+  const Heads& a;
+  const int64_t tall;
+  Kernel& kernel;
+  int64_t packed_batch = -1, packed_head = -1;
+};
+
+// Compute attention of all rows of all heads. The result is (batch, queries, heads, columns), contiguous.
 //
-// `products`: of bytes, that take as long as a query and a key. `Worker`: it has `Worker::Scratch`, which is
-// made of a description and `Parts`, and work(batch, head, from, to) for rows of a head.
-template <typename Worker, typename Description>
+// `products`: of bytes, that take as long as a query and a key. `Kernel`: has `Kernel::Scratch`, which is
+// made of a description and `Parts`, and for rows of a head, of which the first `used` keys count,
+//   pack(batch, shared head): arrange keys and values;
+//   score(batch, head, row, rows, used);
+//   weigh(batch, head, row, r, used): make probabilities of the scores of row `row`, the r-th of these, and
+//     return what divides its result, 0 where it has none;
+//   gather(rows, used): sum values;
+//   finish(batch, head, row, r, total): write the result of a row.
+template <typename Kernel, typename Description>
 void attend_with(const Description& a, int64_t products, void* out, int available) {
   const int64_t heads = a.batches * a.heads, tall = a.rows_at_once(), blocks = (a.queries + tall - 1) / tall;
   if (heads * blocks * a.value_width == 0) return;
   const int threads = threads_for(heads * a.queries * a.keys * products, heads * blocks, available);
   const int64_t parts = std::min(blocks, (threads + heads - 1) / heads);  // of a head's rows
   Parts measured(nullptr);
-  typename Worker::Scratch(a, measured);
+  typename Kernel::Scratch(a, measured);
   const int64_t size = measured.size();
   const std::unique_ptr<uint8_t[]> memory(new uint8_t[size * threads + 64]);  // a vector would fill it
   uint8_t* start = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
   in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
     Parts own(start + thread * size);
-    Worker worker(a, typename Worker::Scratch(a, own), out);
+    Kernel kernel(a, typename Kernel::Scratch(a, own), out);
+    RowsOfHeads<Kernel> rows(a, tall, kernel);
     for (int64_t unit = from; unit < to; ++unit) {
       const int64_t head = unit / parts, part = unit % parts;
-      worker.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
-                  std::min(a.queries, blocks * (part + 1) / parts * tall));
+      rows.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
+                std::min(a.queries, blocks * (part + 1) / parts * tall));
     }
   });
 }

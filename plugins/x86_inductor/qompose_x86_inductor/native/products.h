@@ -18,57 +18,59 @@ constexpr int BATCH = 24;  // windows that are found, and whose sums are finishe
 // Sums of ROWS windows, for WIDTH vectors of channels. Runs of bytes are those of where[run * stride + row],
 // weights [run][quad][channel][4].
 template <int WIDTH, int ROWS>
-void sum_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
-              const int32_t* start, Ints* sums) {
-  Ints acc[ROWS][WIDTH];
+struct SumTile {
+  static void run(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
+                  const int32_t* start, Ints* sums) {
+    Ints acc[ROWS][WIDTH];
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
-  for (int64_t run = 0; run < runs; ++run, where += stride) {
-    Bytes from[ROWS];
+      for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
+    for (int64_t run = 0; run < runs; ++run, where += stride) {
+      Bytes from[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) from[r] = where[r];
-    for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
-      Ints w[WIDTH];
+      for (int r = 0; r < ROWS; ++r) from[r] = where[r];
+      for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
+        Ints w[WIDTH];
 #pragma GCC unroll 16
-      for (int j = 0; j < WIDTH; ++j) w[j] = load_ints(weights + 4 * LANES * j);
+        for (int j = 0; j < WIDTH; ++j) w[j] = load_ints(weights + 4 * LANES * j);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
-        int32_t four;
-        std::memcpy(&four, from[r] + 4 * quad, 4);
-        const Ints x = ints(four);
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t four;
+          std::memcpy(&four, from[r] + 4 * quad, 4);
+          const Ints x = ints(four);
 #pragma GCC unroll 16
-        for (int j = 0; j < WIDTH; ++j) acc[r][j] = dot(acc[r][j], x, w[j]);
+          for (int j = 0; j < WIDTH; ++j) acc[r][j] = dot(acc[r][j], x, w[j]);
+        }
       }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+      for (int j = 0; j < WIDTH; ++j) store_ints(sums + r * WIDTH + j, acc[r][j]);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-    for (int j = 0; j < WIDTH; ++j) store_ints(sums + r * WIDTH + j, acc[r][j]);
-}
+};
 
-using SumTile = void (*)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const int32_t*, Ints*);
-
-template <int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
-SumTile sum_of(int rows) {
+// The tile of a width and a number of rows: `Tile<WIDTH, ROWS>::run`.
+template <template <int, int> class Tile, int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
+auto tile_of(int rows) {
   if constexpr (ROWS == 1)
-    return sum_tile<WIDTH, 1>;
+    return &Tile<WIDTH, 1>::run;
   else
-    return rows == ROWS ? sum_tile<WIDTH, ROWS> : sum_of<WIDTH, ROWS - 1>(rows);
+    return rows == ROWS ? &Tile<WIDTH, ROWS>::run : tile_of<Tile, WIDTH, ROWS - 1>(rows);
 }
 
-inline SumTile sum_of(int width, int rows) {
+template <template <int, int> class Tile>
+auto tile_of(int width, int rows) {
   switch (width) {
     case 1:
-      return sum_of<1>(rows);
+      return tile_of<Tile, 1>(rows);
     case 2:
-      return sum_of<2>(rows);
+      return tile_of<Tile, 2>(rows);
     case 3:
-      return sum_of<3>(rows);
+      return tile_of<Tile, 3>(rows);
     default:
-      return sum_of<4>(rows);
+      return tile_of<Tile, 4>(rows);
   }
 }
 
@@ -152,8 +154,8 @@ class Worker {
   void sum(int64_t channel, int width) {
     const int8_t* panel = weights + channel * runs * quads * 4;
     for (int r = 0; r < rows; r += MOST_ROWS[width])
-      sum_of(width, std::min(MOST_ROWS[width], rows - r))(where.data() + r, rows, runs, quads, panel,
-                                                          f.start + channel, sums + r * width);
+      tile_of<SumTile>(width, std::min(MOST_ROWS[width], rows - r))(
+          where.data() + r, rows, runs, quads, panel, f.start + channel, sums + r * width);
     finish(f, sums, rows, width, row, channel, out);
   }
 

@@ -70,7 +70,9 @@ def avg_pool2d_in_graph(
     """Compute ``qompose_x86::avg_pool2d``; zeros around the image are real zeros."""
     check_quantized("avg_pool2d", x, 4)
     output = Output(*out).checked("avg_pool2d")
-    window = [_pair(sizes) for sizes in (kernel_size, stride or kernel_size, padding)]
+    window = [
+        (sizes[0], sizes[-1]) for sizes in (kernel_size, stride or kernel_size, padding)
+    ]  # one number is for both sides
     if divisor_override != 0 and all(map(_is_alone, x.shape[2:], *window, [ceil_mode] * 2)):
         sides = [
             side + 2 * pad * count_include_pad
@@ -93,10 +95,6 @@ def _is_alone(side: Any, window: int, stride: int, padding: int, ceil_mode: bool
     """
     room = side + 2 * padding - window
     return type(side) is int and (room == 0 or (ceil_mode and -stride < room < 0))
-
-
-def _pair(sizes: Sequence[int]) -> tuple[int, int]:
-    return sizes[0], sizes[-1]
 
 
 def adaptive_avg_pool2d_in_graph(
