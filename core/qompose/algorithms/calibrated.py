@@ -159,7 +159,7 @@ class Calibrated:
             of_rows, rows = divided.absorbers.of_rows(values), divided.absorbers.rows
             if not torch.equal(of_rows[rows.to(values.device)], 1 / values):
                 raise ValueError(
-                    f"factors of {source} differ within a parameter row that absorbs several of them"
+                    f"factors of {source} must be equal for channels that one parameter row absorbs"
                 )
             absorbed += [(name, (of_rows, 0)) for name in divided.absorbers.parameters]
             taking += [

@@ -330,8 +330,8 @@ def _version_fault(info: BackendInfo, written_for: object) -> str:
     here = API_VERSION
     if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
         return (
-            "its backend does not declare the version of the backend interface it was written "
-            f"for (api_version is {written_for!r}); this qompose has version {here}"
+            "api_version must be the version of the backend interface it was written for, got "
+            f"{written_for!r}; this qompose has version {here}"
         )
     old = written_for < here
     remedy = f"upgrade {info.distribution}" if old else "upgrade qompose"

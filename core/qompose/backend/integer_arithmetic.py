@@ -132,7 +132,7 @@ def product(
     largest = x.peak() * y.peak() * depth
     if largest >= EXACT[accumulator]:
         raise OverflowError(
-            f"a sum of {depth} products may reach {largest:.3g}, but {accumulator} is only exact "
+            f"a sum of {depth} products may reach {largest:.3g}, but {accumulator} is exact only "
             f"below {EXACT[accumulator]:.3g}"
         )
     left, right = (_to(operand.centred(), accumulator) for operand in (x, y))

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every float operator of a program: what reads it, its multiply-accumulates, why it stays float.
+"""Every float operator of a program: what reads it, its multiply-accumulates, and why it stays in float.
 
-Survey: every float operator of an exported program, its size, and what the composition made of it.
-
-Flow: which values an operator reads, past nodes that only hand them on, and across borders of bodies.
-
-What one pass of a loop leaves to the next is not followed: without it, nothing reads its own result.
+Readers are followed past nodes that only hand values on, and into and out of the bodies of control flow, but
+not from one iteration of a loop to the next: an operator would read its own result.
 """
 
 from __future__ import annotations

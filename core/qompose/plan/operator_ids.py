@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and ids of operators that survive the stages, and the fingerprint of a program.
+"""Names of operators and values that survive the stages, and the fingerprint of a program.
 
-What a tensor of a program is called in every plan of it: by module, operator and port.
-
-Names of nodes change with what a backend rewrites; these stay wherever the operator does.
-
-A program of its own: names and ids that nothing else has, and buffers that it may write to.
-
-A hash of a model, by which statistics know for whose tensors they are.
-
-Which operators were quantized together, as tags that outlast another export.
+Names of nodes change as backends rewrite a program. The id of a value (`identify`) is made once, of module,
+operator and port, and stays with it. `note_regions` tags operators that were quantized together, so that
+`earlier_regions` finds them after another export. By the `fingerprint`, statistics know their model.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Quantizer(ABC):
         Raises:
             ConfigError: they contain something that JSON cannot express, such as a function.
         """
-        raise ConfigError(f"{self.name} is defined in code and cannot be saved; create it again")
+        raise ConfigError(f"{self.name} is defined in code and cannot be saved; re-create it")
 
     def to_json(self) -> str:
         """Return the settings as JSON text; see `to_dict`."""

@@ -147,7 +147,7 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         raise StageError(
             "This lowered model has no converted model, which save requires: it came from load or pickle, "
             "or from lower with keep_converted=False. Save the converted model, copy the file, or save the "
-            "result of load(path, as_converted=True) or of lowering it."
+            "result of load(path, as_converted=True), lowered or not."
         )
     return record.source, record
 
@@ -487,9 +487,9 @@ class StoredBackends(Mapping[str, Backend]):
 
 def _made_with(facts: Mapping[str, Any]) -> str:
     if not facts["distribution"]:
-        return ". The model was made with a backend that belonged to no package"
+        return ". The model was quantized with a backend that did not come from a package"
     made = f"{facts['distribution']} {facts['version']}"
-    return f'. The model was made with {made}: pip install "{made.replace(" ", "==")}"'
+    return f'. The model was quantized with {made}: pip install "{made.replace(" ", "==")}"'
 
 
 def _is_installed(name: str) -> bool:

@@ -116,7 +116,7 @@ def takes_data_in_parts(suite: AlgorithmSuite, place: Place) -> None:
                 _about(suite, trial),
                 expected=f"the same integers when the data is {name}",
                 found=f"{other:.2%} of them differ",
-                remedy="use only the statistics in `found`, which are merged exactly",
+                remedy="use only the statistics in `found`; they merge exactly",
             )
 
 

@@ -161,7 +161,7 @@ def _check_variations(
                 varied.on(target),
                 expected=_RUNS,
                 found=f"{type(error).__name__}: {error}",
-                remedy="make patterns and guards accept any graph",
+                remedy="make patterns and guards reject such graphs with a reason, not raise",
             ) from error
         except Exception:
             continue
@@ -200,7 +200,7 @@ def refuses(suite: Suite, case: Case) -> None:
                 subject,
                 expected=f"a rejection, because `accepts` has {broken}",
                 found="the rule accepts it",
-                remedy="do not override Rule.objection and TensorConstraint.objection, or call them",
+                remedy="if you override Rule.objection or TensorConstraint.objection, call super()",
             )
         if all(isinstance(other.objection(limit.config), str) for other in suite.backend.rules):
             _check_set(suite, limit, subject)

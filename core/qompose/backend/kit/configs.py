@@ -211,13 +211,12 @@ class ConfigFactory:
         unused = ", ".join(self._of_no_effect(chosen))
         if unused and chosen.weight_only:
             raise ConfigError(
-                f"weight_only=True leaves activations in float, so {unused} has no effect; remove "
-                "it"
+                f"weight_only=True leaves activations in float and cannot be combined with {unused}"
             )
         if unused:
             raise ConfigError(
-                f"is_dynamic=True computes activation ranges at run time, so {unused} has no "
-                "effect; remove it"
+                "is_dynamic=True computes activation ranges at run time and cannot be combined "
+                f"with {unused}"
             )
 
     def _of_no_effect(self, chosen: ConfigOptions) -> Iterator[str]:

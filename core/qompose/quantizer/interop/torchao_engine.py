@@ -148,8 +148,8 @@ def annotate_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     if undone:
         listed = "\n".join(f"  - {note}" for note in undone)
         warnings.warn(
-            f"{quantizer.name} annotates for an engine other than qompose, which does not "
-            "support all that was requested:\n"
+            f"{quantizer.name} annotates for an engine other than qompose's. That engine does not "
+            "support everything that was requested:\n"
             f"{listed}",
             QomposeWarning,
             stacklevel=3,

@@ -58,7 +58,7 @@ def digest(folder: Path) -> str:
 def warn_uncompiled() -> None:
     """Warn of an operator that runs in a graph that was not compiled, or compiled without the C++."""
     warnings.warn(
-        "An operator in compiled code uses torch operators, which is exact but slow. Do not "
-        "change the compiler option cpp_wrapper that qompose.compile_lowered sets",
+        "An operator in compiled code falls back to torch operators, exact but slow. Do not "
+        "change the compiler option cpp_wrapper, which qompose.compile_lowered sets",
         stacklevel=3,
     )
