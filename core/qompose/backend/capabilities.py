@@ -43,8 +43,9 @@ Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 class Support:
     """An answer to "can you?": true, with who and by which kernels, or false, with the reason.
 
-    `kernels` are (target, kernel name) pairs, `configs` the configurations that were asked about and that the
-    rule can follow. `notes` say what a yes depends on.
+    `rule` is the one that applies under the first of `configs`: the configurations that were asked about and
+    under which any rule of the backend takes the pattern. `kernels` are (target, kernel name) pairs of the
+    rule. `notes` say what a yes depends on.
     """
 
     supported: bool
@@ -264,12 +265,11 @@ class Capabilities(Printable, Sequence[Capability]):
 
     def _answer(self, question: Question, config: QuantizationConfig | str | None) -> Support:
         asked, found, notes = self._rules_for(question)
-        reasons: list[str] = []
-        for source, rule in found:
-            answer = self._answer_of(source, rule, config, notes)
-            if answer:
-                return answer
-            reasons.append(answer.reason)
+        answers = [(s, self._answer_of(s, rule, config, notes)) for s, rule in found]
+        yes = [(source, answer) for source, answer in answers if answer]
+        if yes:
+            return _of_first_backend(yes)
+        reasons = [answer.reason for _, answer in answers]
         if not found:
             reasons, by_parts = self._without_rule(asked, config)
             if by_parts is not None:
@@ -369,6 +369,18 @@ class Capabilities(Printable, Sequence[Capability]):
             if rows:
                 result += [_sum_of(rows), _configurations(rows), _patterns(rows), *_remarks(rows)]
         return [*result, *self._about_silent()]
+
+
+def _of_first_backend(answers: Sequence[tuple[RuleTable, Support]]) -> Support:
+    """Return one yes for all of the first backend's: the rule is that of the earliest configuration."""
+    source = answers[0][0]
+    known = [name for name, _ in source.configs]
+    position = {name: i for i, name in enumerate(known)}
+    own = [answer for of, answer in answers if of is source]
+    names = dict.fromkeys(name for answer in own for name in answer.configs)
+    first = min(own, key=lambda answer: position.get(answer.configs[0], len(known)))
+    ordered = sorted(names, key=lambda name: position.get(name, len(known)))
+    return replace(first, configs=tuple(ordered))
 
 
 class HasRules(Protocol):

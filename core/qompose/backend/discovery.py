@@ -350,9 +350,9 @@ def table_fault(backend: Backend) -> str | None:
     from qompose.backend.rule import TORCH, Rule, target_faults
     from qompose.spec.quantization_spec import QuantizationConfig
 
-    configs: object = backend.configs
-    if not isinstance(configs, Mapping):
-        return f"configs must be a dict by name, got {configs!r}"
+    configs: Any = backend.configs
+    for fault in _field_faults(backend.name, backend.rewrites, configs):
+        return fault
     tables: tuple[tuple[str, Any, type, str], ...] = (
         ("rules", backend.rules, Rule, "qompose.backend.Rule"),
         ("configs", configs.values(), QuantizationConfig, "QuantizationConfig"),
@@ -372,6 +372,15 @@ def table_fault(backend: Backend) -> str | None:
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
     return naming_fault(backend.configs)
+
+
+def _field_faults(name: object, rewrites: object, configs: object) -> Iterator[str]:
+    if not isinstance(name, str) or not name:
+        yield f"name must be a string that is not empty, got {name!r}"
+    if isinstance(rewrites, str):
+        yield f"rewrites must be a tuple of names, got the string {rewrites!r}"
+    if not isinstance(configs, Mapping):
+        yield f"configs must be a dict by name, got {configs!r}"
 
 
 def check_backend(info: BackendInfo) -> Health:

@@ -8,9 +8,11 @@ only when the program holds the operators that the pattern says it needs.
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeAlias
@@ -29,6 +31,8 @@ Capture: TypeAlias = "Node | tuple[Any, ...] | object"
 """What a name of a pattern stands for in a match: a node, a list of nodes, or a literal argument."""
 Shape: TypeAlias = "tuple[int, ...] | Callable[[], Tensor]"
 """An example tensor: its shape, or a function that makes it where numbers from a range will not do."""
+
+_TRACES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True)
@@ -354,7 +358,7 @@ def _exported(pattern: Pattern) -> GraphModule:
     """
     try:
         example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
-        with torch.no_grad():
+        with torch.no_grad(), _without_traces():
             program = torch.export.export(_Captured(pattern.function), example)
     except Exception as error:  # the function is its author's, and may raise anything
         raise ConfigError(
@@ -364,6 +368,16 @@ def _exported(pattern: Pattern) -> GraphModule:
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     return module
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error that is raised again, in fewer words."""
+    before, _TRACES.disabled = _TRACES.disabled, True
+    try:
+        yield
+    finally:
+        _TRACES.disabled = before
 
 
 def _own_error(pattern: Pattern) -> Exception | None:

@@ -101,7 +101,13 @@ class TensorConstraint:
 
     @classmethod
     def like(cls, spec: QuantizationSpec) -> TensorConstraint:
-        """Return the constraint that takes what is quantized as `spec` is, in its range or a part of it."""
+        """Return the constraint that takes what is quantized as `spec` is, in its range or a part of it.
+
+        Raises:
+            ConfigError: it is not a QuantizationSpec.
+        """
+        if not isinstance(spec, QuantizationSpec):
+            raise ConfigError(f"TensorConstraint.like expects a QuantizationSpec, got {spec!r}")
         scheme: Any = spec.qscheme  # None for a cast, which has no scheme
         integers = spec.dtype not in CASTS
         low, high = (
@@ -434,6 +440,8 @@ def naming(rule: Rule) -> Iterator[None]:
 
 def _kind_faults(rule: Any) -> Iterator[str]:
     """Yield the fields that have values of the wrong type."""
+    if not isinstance(rule.name, str) or not rule.name:
+        yield f"name must be a string that is not empty, got {rule.name!r}"
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
         yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
         return
@@ -444,6 +452,8 @@ def _kind_faults(rule: Any) -> Iterator[str]:
     yield from _mapping_faults(rule)
     if isinstance(rule.modes, str):
         yield f"modes must be a set of modes, got the string {rule.modes!r}; write {{{rule.modes!r}}}"
+    elif not isinstance(rule.modes, Iterable):
+        yield f"modes must be a set of modes, got {rule.modes!r}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):

@@ -218,9 +218,12 @@ class _Arbiter:
         )
 
     def refuse_what_waits(self) -> None:
-        """List the conditional claims whose condition never came true."""
+        """List the conditional claims whose condition never came true.
+
+        Where a later member took the operators, that is no conflict: inside its fusion nothing is quantized.
+        """
         for claim in self.waiting:
-            if not any(node in self.taken for node in claim.nodes):
+            if all(winner.owner != claim.owner for winner in self._winners(claim)):
                 self._reject(claim, _WAITED, Kind.WAITED)
 
     def refuse_what_nobody_reads(self) -> None:

@@ -70,10 +70,25 @@ class _Table:
                 if match.nodes not in seen:
                     seen.add(match.nodes)
                     self._propose(rule, match)
+        if not self._answered():
+            self._check_few_patterns()
         self.result.rejections += self._near_misses()
         self.result.rejections += self._left_in_float(in_float)
         self.result.notes += self._without_weights()
         return self.result
+
+    def _check_few_patterns(self) -> None:
+        """Capture the patterns of a small table that matches nothing, for errors that explain it.
+
+        A pattern is otherwise captured only where a program has all the operators that it names; one that
+        names an operator which its function never calls would go unnoticed.
+        """
+        patterns = [
+            (rule, p) for rule in self.rules for p in rule.patterns if isinstance(p, Pattern)
+        ]
+        for rule, pattern in patterns if len(patterns) <= _FEW else ():
+            with naming(rule):
+                pattern.calls()
 
     def _without_weights(self) -> Iterator[str]:
         """Yield what asks for algorithms and claims nothing that they could change."""
@@ -174,6 +189,7 @@ def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
     return f"no pattern of {known} matches here, where its output goes to {users}"
 
 
+_FEW = 16  # patterns: capturing one takes up to 0.2 s
 _NO_RULE = 3  # distance: what a rule says tells more
 _UNSELECTED = "no selector gives it a configuration (set_global applies to all operators)"
 

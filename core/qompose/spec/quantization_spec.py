@@ -449,7 +449,7 @@ class QuantizationConfig:
 
     Raises:
         ConfigError: `algorithms` has an unknown name or object, or one that cannot be applied with these
-            specifications; `options` is not a tuple of strings.
+            specifications; a role is not a specification; `options` is not a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -463,6 +463,12 @@ class QuantizationConfig:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for role in ("input_activation", "output_activation", "weight", "bias"):
+            spec: object = getattr(self, role)
+            if spec is not None and not isinstance(spec, QuantizationSpecBase):
+                raise ConfigError(
+                    f"{role} must be a quantization specification or None, got {spec!r}"
+                )
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")

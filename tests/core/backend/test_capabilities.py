@@ -259,8 +259,12 @@ class TestSupports:
         static, dynamic = (frozenset({mode}) for mode in ("static", "dynamic"))
         rows = rows_of(replace(BOUNDED, modes=static), replace(LINEAR, modes=dynamic), SIGMOID)
         answer = rows.supports(nn.Linear)
-        assert (answer.rule, answer.configs) == ("linear", ("static",))
+        assert (answer.rule, answer.configs) == ("linear", ("static", "dynamic"))
         assert rows.filter(mode="dynamic").supports(nn.Linear).configs == ("dynamic",)
+        later = rows_of(replace(LINEAR, modes=dynamic, name="later"), replace(LINEAR, modes=static))
+        answer = later.supports(nn.Linear)
+        assert (answer.rule, answer.configs) == ("linear", ("static", "dynamic"))
+        assert later.supports(nn.Linear, "dynamic").rule == "later"
         both = rows_of(LINEAR).supports(nn.Linear)
         assert both.configs == ("static", "dynamic", "weight-only")
         assert "dynamic, weight-only" in str(both)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,7 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "constraints without roles": ({"accepts": INT8}, "accepts .*role"),
     "no patterns": ({"patterns": ()}, "patterns"),
     "a pattern of another kind": ({"patterns": (len,)}, "Pattern"),
+    "modes of another kind": ({"modes": None}, "modes .*None"),
     "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
     "guards of another kind": ({"guard": (len, 5)}, "guard .*5"),
 }  # fmt: skip
@@ -130,12 +132,30 @@ def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) 
     [
         ({"rules": LINEAR}, "rules .*tuple"), ({"rules": (len,)}, "rules must contain"),
         ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs must contain"),
+        ({"rewrites": "fold_batch_norm"}, "rewrites .*tuple"),
     ],
 )  # fmt: skip
 def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:
     kind = type("Mine", (Backend,), {"name": "mine", "api_version": 1, **facts})
     with pytest.raises(ConfigError, match=f"backend mine: {named}"):
         qompose.RuleQuantizer(kind())
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_names_are_text(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"name .*{name!r}"):
+        replace(LINEAR, name=name)
+    kind = type("Mine", (Backend,), {"name": name, "api_version": 1})
+    with pytest.raises(ConfigError, match=f"name .*{name!r}"):
+        qompose.RuleQuantizer(kind())
+
+
+def test_what_is_no_specification_is_refused() -> None:
+    with pytest.raises(ConfigError, match="QuantizationSpec, got 'int8'"):
+        TensorConstraint.like("int8")  # type: ignore[arg-type]
+    for role in ("input_activation", "output_activation", "weight", "bias"):
+        with pytest.raises(ConfigError, match=f"{role} .*'int8'"):
+            replace(STATIC, **{role: "int8"})
 
 
 LINEAR_OF = (("op", aten.linear.default),)
@@ -183,9 +203,26 @@ def test_a_pattern_that_cannot_be_captured_is_refused_with_its_rule(
     rule = Rule(name="mine", patterns=(pattern,), activations=(), anchor="op")
     with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
         toy(rule).quantization_capabilities()
-    if "relu" not in said:  # programs without the operator are not searched
-        with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
-            prepare(export(nn.Linear(3, 4), torch.ones(2, 3)), toy(rule))
+    with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
+        prepare(export(nn.Linear(3, 4), torch.ones(2, 3)), toy(rule))
+
+
+def test_torch_logs_no_traceback_of_shapes_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[logging.LogRecord] = []
+    traces = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(traces, "handle", logged.append)
+    rule = Rule(
+        name="mine",
+        patterns=(Pattern(linear, ((2, 3), (4, 7), (4,)), LINEAR_OF),),
+        activations=(),
+        anchor="op",
+    )
+    with pytest.raises(ConfigError):
+        toy(rule).quantization_capabilities()
+    assert not logged
+    assert not traces.disabled
 
 
 def test_modes_are_a_set() -> None:

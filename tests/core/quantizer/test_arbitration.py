@@ -98,6 +98,20 @@ def test_a_loss_to_a_later_member_says_what_the_earlier_one_waited_for(model: Gr
     assert (conflict.winner, conflict.reason) == ("second", "")
 
 
+def test_what_waited_in_vain_is_listed_though_a_later_member_has_the_operator(
+    model: GraphModule,
+) -> None:
+    """Inside the second's region nothing is quantized, so it is no conflict."""
+    first = member("first", claim("view", 1, needs=(0,)))
+    result = compose_claims(model, [first, member("second", claim("both", 0, 1))])
+    assert chosen(result) == ["second.both"]
+    assert result.conflicts == []
+    (waited,) = result.rejections
+    assert (waited.owner, waited.rule, waited.kind) == ("first", "view", Kind.WAITED)
+    own = member("first", claim("both", 0, 1), claim("view", 1, needs=(0,)))
+    assert compose_claims(model, [own]).rejections == []
+
+
 def test_a_claim_may_lose_to_several_and_does_not_conflict_with_those_of_its_member(
     model: GraphModule,
 ) -> None:
