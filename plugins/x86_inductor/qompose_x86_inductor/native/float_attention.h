@@ -16,11 +16,19 @@ struct FloatAttention : Heads {
   int64_t rows_at_once() const { return rows_within(1 << 20); }
 };
 
+// Where products go, times `factor`, and added to what is there if `added`.
+struct Products {
+  float* out;
+  int64_t line;
+  float factor;
+  bool added;
+};
+
 // Products of ROWS rows, as long as `depth`, and a panel, of each of whose lines there are WIDTH vectors.
 template <int WIDTH, int ROWS>
 struct MultiplyTile {
-  static void run(const float* const* rows, int64_t depth, const float* panel, int64_t line, float factor,
-                  float* out, int64_t out_line) {
+  static void run(const float* const* rows, int64_t depth, const float* panel, int64_t line,
+                  const Products& to) {
     Floats sums[ROWS][WIDTH];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
@@ -40,17 +48,19 @@ struct MultiplyTile {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-      for (int j = 0; j < WIDTH; ++j) store(out + r * out_line + j * LANES, mul(sums[r][j], floats(factor)));
+      for (int j = 0; j < WIDTH; ++j) {
+        float* out = to.out + r * to.line + j * LANES;
+        const Floats value = mul(sums[r][j], floats(to.factor));
+        store(out, to.added ? add(load(out), value) : value);
+      }
   }
 };
 
 // The same of any number of rows.
 inline void multiply(int width, int rows, const float* const* from, int64_t depth, const float* panel,
-                     int64_t line, float factor, float* out, int64_t out_line) {
-  for (int r = 0; r < rows; r += MOST_ROWS[width]) {
-    const int some = std::min(MOST_ROWS[width], rows - r);
-    tile_of<MultiplyTile>(width, some)(from + r, depth, panel, line, factor, out + r * out_line, out_line);
-  }
+                     int64_t line, Products to) {
+  for (int r = 0; r < rows; r += MOST_ROWS[width], to.out += MOST_ROWS[width] * to.line)
+    tile_of<MultiplyTile>(width, std::min(MOST_ROWS[width], rows - r))(from + r, depth, panel, line, to);
 }
 
 class AttendingFloats {
@@ -87,8 +97,8 @@ class AttendingFloats {
       starts[r] = s.rows + r * a.width;
     }
     for (int64_t first = 0; first < used; first += PANEL)
-      multiply(vectors_at(first, used), rows, starts, a.width, s.keys + first * a.width, PANEL, a.scale,
-               s.scores + first, row_keys);
+      multiply(vectors_at(first, used), rows, starts, a.width, s.keys + first * a.width, PANEL,
+               {s.scores + first, row_keys, a.scale, false});
   }
 
   // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
@@ -96,25 +106,29 @@ class AttendingFloats {
     float* scores = s.scores + r * row_keys;
     const float most = a.mask_row(scores, batch, head, row, used);
     if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
-    Floats sum = floats(0);
+    Floats sum = floats(0), some = sum;
     for (int64_t i = 0; i < used; i += LANES) {
+      if (i % KEYS_AT_ONCE == 0) sum = add(sum, some), some = floats(0);
       const Floats below = sub(load(scores + i), floats(most)), e = exponential(below);
       // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
       const Floats probability = where(less(below, floats(-87)), floats(0), e);
       store(scores + i, probability);
-      sum = add(sum, probability);
+      some = add(some, probability);
     }
-    return sum_of_lanes(sum);
+    return sum_of_lanes(add(sum, some));
   }
 
   // Sums of probabilities and values.
   void gather(int rows, int64_t used) {
-    const float* starts[TALLEST];
-    for (int r = 0; r < rows; ++r) starts[r] = s.scores + r * row_keys;
     for (int64_t first = 0; first < columns; first += PANEL) {
       const int vectors = vectors_at(first, columns);
-      multiply(vectors, rows, starts, used, s.values + first * a.keys, vectors * LANES, 1, s.sums + first,
-               columns);
+      for (int64_t key = 0; key < used; key += KEYS_AT_ONCE) {
+        const float* starts[TALLEST];
+        for (int r = 0; r < rows; ++r) starts[r] = s.scores + r * row_keys + key;
+        multiply(vectors, rows, starts, std::min(KEYS_AT_ONCE, used - key),
+                 s.values + first * a.keys + key * vectors * LANES, vectors * LANES,
+                 {s.sums + first, columns, 1, key > 0});
+      }
     }
   }
 
@@ -131,6 +145,8 @@ class AttendingFloats {
 
  private:
   static constexpr int64_t AHEAD = 16;  // keys
+  // Sums of more keys, one after another in float32, are added up in turn: they would lose digits.
+  static constexpr int64_t KEYS_AT_ONCE = 256;
 
   static int vectors_at(int64_t first, int64_t size) {
     return static_cast<int>((std::min(PANEL, size - first) + LANES - 1) / LANES);
