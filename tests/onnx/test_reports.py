@@ -10,6 +10,8 @@ from qompose.backend import load_backend
 from qompose_onnx import get_onnx_quantization_config as config
 from torch import nn
 
+from tests.onnx.models import sqnr
+
 pytest.importorskip("onnxruntime")
 
 
@@ -30,6 +32,34 @@ def test_a_linear_whose_bias_is_fused_with_it_is_traced(
     rows = result.report.rows
     assert [row.kernel for row in rows] == ["MatMulNBits", ""]
     assert "ONNX Runtime: Gemm" in rows[1].reason
+
+
+@pytest.mark.parametrize("relu", [True, False], ids=["relu", "plain"])
+@pytest.mark.parametrize(("shape", "bias"), [((4, 32), True), ((2, 3, 32), False)], ids=str)
+def test_a_linear_that_is_quantized_and_read_in_float_is_fused(
+    shape: tuple[int, ...], bias: bool, relu: bool
+) -> None:
+    """ONNX Runtime fuses one whose readers are all of one kind."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 16, bias=bias), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.first(x)
+            return y, self.second(y.relu() if relu else y)
+
+    x = torch.randn(shape)
+    result = qompose.quantize(
+        Both().eval(), (x,), backends=["onnx"], calibration=[(x,)], target="onnxruntime", strict=True,
+        progress=False,
+    )  # fmt: skip
+    states = {row.name: row.state for row in result.report.rows if row.owner}
+    assert states == {"linear": "int8 kernel", "linear_1": "int8 kernel"}
+    with torch.no_grad():
+        for found, wanted in zip(result.model(x), result.converted(x), strict=True):
+            assert sqnr(wanted, found) > 60
 
 
 @pytest.mark.full

@@ -37,10 +37,28 @@ def for_openvino(region: Region) -> None:
 
 def _make_integer(region: Region) -> None:
     bias = region.argument("op", "bias") if region.has("weight") else None
+    is_linear = region.has("op") and region.node("op").target is aten.linear.default
     if bias is not None:
         _make_bias_integer(region, bias)
-        if region.node("op").target is aten.linear.default:
+        if is_linear:
             _make_matrix(region)
+    if is_linear and _is_read_both_ways(region):
+        behind(
+            region, lambda end: called(aten.squeeze.dim, called(aten.unsqueeze.default, end, 0), 0)
+        )
+
+
+def _is_read_both_ways(region: Region) -> bool:
+    """Tell whether some readers quantize the floats of a linear, at once or behind an activation.
+
+    ONNX Runtime 1.32 fuses a linear whose readers are all of one kind, so one stands between it and them: two
+    operators that move nothing, and that neither the exporter nor ONNX Runtime takes out.
+    """
+    readers = [*region.output_node.users]
+    behind_them = [*readers, *(user for reader in readers for user in reader.users)]
+    return len(readers) > 1 and any(
+        node.target is quantized.quantize_per_tensor.default for node in behind_them
+    )
 
 
 def _is_implied(region: Region) -> bool:
