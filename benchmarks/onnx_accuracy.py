@@ -29,7 +29,7 @@ import machine
 import qompose
 import torch
 from observers import sqnr
-from qompose.errors import QomposeError
+from qompose.errors import QomposeError, UncalibratedError
 from qompose.reporting.report_data import KERNEL
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -40,6 +40,8 @@ from tests.zoo import ZOO, ZooModel, by_name
 
 CALIBRATED, JUDGED = range(1, 5), range(11, 15)
 """Draws of a model's inputs."""
+MORE = range(20, 80)
+"""Draws that calibrate, too, where the first ones have not taken every branch."""
 CLOSE = 0.5
 """Decibels that the file may be worse than the converted model."""
 PACKAGES = ("qompose", "torch", "onnx", "onnxruntime", "transformers")
@@ -103,7 +105,12 @@ def judge(entry: ZooModel) -> Cell:
         prepared = qompose.prepare_pt2e(program, qompose.compose("onnx"))
         for draw in CALIBRATED:
             prepared(*entry.inputs(draw))
-        converted = qompose.convert_pt2e(prepared)
+        try:
+            converted = qompose.convert_pt2e(prepared)
+        except UncalibratedError:  # of a branch that no draw has taken
+            for draw in MORE:
+                prepared(*entry.inputs(draw))
+            converted = qompose.convert_pt2e(prepared)
         if not any(row.owner == "onnx" for row in qompose.report(converted).rows):
             return Cell(entry.name, NOTHING)
         lowered = qompose.lower(converted, "onnxruntime")

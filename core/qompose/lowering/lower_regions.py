@@ -316,7 +316,9 @@ def replace_regions(
                     node.graph.erase_node(node)
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
-    return done, fallbacks, left
+    gone = left.keys() - _regions(model).keys()  # only regions that nothing reads read them
+    fallbacks |= dict.fromkeys(gone, UNREAD)
+    return done, fallbacks, {number: name for number, name in left.items() if number not in gone}
 
 
 def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:

@@ -146,7 +146,8 @@ def _named(node: Node) -> str:
 
 
 def _bare(name: str) -> str:
-    return name.split(".")[1]
+    """Return "add" of "aten.add.Tensor"; what is no operator, such as `getitem`, has no dots."""
+    return [*name.split("."), name][1]
 
 
 def _place(node: Node) -> str:

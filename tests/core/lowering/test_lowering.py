@@ -303,6 +303,11 @@ def takes_second(model: GraphModule) -> None:
     second.meta[foreign.KEY] = foreign.Annotation(foreign.edges(second, foreign.INT8), foreign.INT8)
 
 
+def takes_first_of_three(model: GraphModule) -> None:
+    first, _, _ = nodes_calling(model, "linear.default")
+    first.meta[foreign.KEY] = foreign.Annotation(foreign.edges(first, foreign.INT8), foreign.INT8)
+
+
 class TestMembersThatOnlyAnnotate:
     """A quantizer of another engine has no kernels: the others' are lowered all the same."""
 
@@ -391,6 +396,23 @@ class TestTargetsThatReadQDQ:
         assert [row.kernel for row in qompose.report(lowered).rows if row.kernel] == ["QGemm"]
         with pytest.raises(TargetError, match="only annotates"):
             qompose.lower(converted)
+
+    def test_what_only_unread_regions_read_is_unread(self) -> None:
+        """It is no region that the runtime did not accept, which `strict` would not allow."""
+        target = Target("device", lambda module, signature: Finished(module), reads_qdq=True)
+        member = toy(linear_for(device=Kernel("toy linear", emit_linear)), targets=(target,))
+        layers = {"main": nn.Linear(8, 8), "first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+        model, x = Model(lambda m, x: (m.second(m.first(x)), m.main(x))[1], **layers), randn(4, 8)
+        converted = convert(
+            export(model, x), qompose.compose(foreign.By(takes_first_of_three), member), x
+        )
+        rows = qompose.report(qompose.lower(converted, "device", strict=True)).rows
+        assert [row.state for row in rows] == [
+            "simulated (Q/DQ)",
+            "simulated (Q/DQ)",
+            "int8 kernel",
+        ]
+        assert all("nothing reads its output" in row.reason for row in rows[:2])
 
     def test_quantize_knows_it_before_data(self) -> None:
         """`strict` refuses members without kernels at once, but not where the runtime takes their regions."""
