@@ -43,6 +43,17 @@ def test_files_are_compared_in_the_same_runtime() -> None:
     assert (ours.median, theirs.median) == (3, 2)
 
 
+def test_the_last_table_of_a_model_counts() -> None:
+    head = "| model | engine | ms | p10 | p90 |\n|---|---|\n"
+    tables = [
+        "| mlp | qompose | 1 | 1 | 1 |\n| mlp | torchao | failed | | |\n",
+        "| mlp | torchao | 3 | 3 | 3 |\n",
+    ]
+    found = measured.result_of("x86", "\n".join(head + table for table in tables))
+    assert found is not None and not found.failed
+    assert [time.engine for time in found.times["mlp"]] == ["torchao"]
+
+
 @pytest.mark.parametrize(
     ("ours", "verdict"), [((1, 0.9, 1.9), "ahead"), ((2, 1, 3), "even"), ((4, 3.5, 5), "behind")]
 )

@@ -103,6 +103,8 @@ def results(folder: Path) -> list[Result]:
 def result_of(name: str, text: str) -> Result | None:
     """Return what a page says, None where it has no table of times.
 
+    Of a model in several tables, the last counts: they were measured on different machines.
+
     Raises:
         ValueError: a time is no number.
     """
@@ -114,11 +116,17 @@ def result_of(name: str, text: str) -> Result | None:
     columns = [header.index(each) for each in (unit, "p10", "p90")]
     times: dict[str, list[Time]] = {}
     failed: dict[str, set[str]] = {}
+    of_table: set[str] = set()
     for row in rows[2:]:
         model, engine = row[header.index("model")], row[header.index("engine")]
         if model == "model" or not model.strip("-:"):  # the head of another table of the page
+            of_table = set()
             continue
-        known = times.setdefault(model, [])
+        if model not in of_table:
+            of_table.add(model)
+            times[model] = []
+            failed.pop(model, None)
+        known = times[model]
         if row[columns[0]] == "failed":
             failed.setdefault(model, set()).add(Time(engine, 0, 0, 0).product)
         elif _counts(name, engine):
