@@ -47,8 +47,8 @@ def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:
     if setting.key not in program.inside:
         raise SelectorError(
-            f"set_module_name({setting.key!r}, ...): the exported program has no operators in "
-            f"that module{program.hint(setting.key)}"
+            f"the exported program has no operators in the module {setting.key!r}"
+            f"{program.hint(setting.key)}"
         )
     return program.inside[setting.key]
 

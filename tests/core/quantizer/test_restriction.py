@@ -134,8 +134,9 @@ def test_an_input_is_quantized_as_long_as_something_may_read_it() -> None:
 
 
 def test_a_path_that_is_not_there_is_an_error_and_a_type_a_note() -> None:
-    with pytest.raises(SelectorError, match=r"tests\.Foreign.*'haed'.*'head'"):
+    with pytest.raises(SelectorError, match=r"tests\.Foreign.*'haed'.*'head'") as caught:
         prepare(PROGRAM, qompose.restrict(Foreign(), exclude=["haed"]))
+    assert "set_module_name" not in str(caught.value)  # a method that it does not have
     notes = qompose.report(prepare(PROGRAM, qompose.restrict(Foreign(), exclude=[nn.LSTM]))).notes
     assert any("tests.Foreign" in note and "LSTM" in note for note in notes)
 
