@@ -237,4 +237,6 @@ def test_parts_of_which_no_owner_is_known_stay_as_they_are() -> None:
     assert states == {
         "conv2d": SIMULATED, "conv2d_1": SIMULATED, "linear": "int8 kernel", "linear_1": "int8 kernel"
     }  # fmt: skip
+    behind = [row for row in qompose.report(lowered).rows if row.name in ("relu", "relu_1")]
+    assert [row.state for row in behind] == [SIMULATED, SIMULATED]
     assert sqnr(expected, lowered(x)) > 25

@@ -326,8 +326,8 @@ def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
     backend = record.backends.get(claim.owner)
     if claim.rule == QUANTIZED_BEFORE:
         return (
-            "it was quantized before this program was exported, and its quantizer is "
-            "unknown; torch.export.export(..., strict=True) keeps this information"
+            "it was quantized before this program was exported, and its quantizer is unknown; "
+            "torch.export.export(..., strict=True) keeps it for what qompose quantized"
         )
     if backend is None:
         return _WITHOUT_KERNELS

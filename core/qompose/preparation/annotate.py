@@ -283,7 +283,7 @@ def quantized_before(program: GraphModule) -> list[tuple[Claim, str]]:
     """Return claims on what was quantized before the program was exported, with the names of their backends.
 
     Of a program that another engine quantized, those are the operators that read a parameter as integers,
-    and those that have integers on all sides.
+    with what follows them up to a quantize, and those that have integers on all sides.
     """
     known = earlier_regions(program)
     if known:
@@ -293,16 +293,33 @@ def quantized_before(program: GraphModule) -> list[tuple[Claim, str]]:
             Claim(
                 owner=QUANTIZED_BEFORE,
                 rule=QUANTIZED_BEFORE,
-                anchor=node.name,
-                nodes=(node.name,),
-                output=node.name,
+                anchor=region[0].name,
+                nodes=tuple(node.name for node in region),
+                output=region[-1].name,
                 specs=(),
             ),
             "",
         )
-        for node in nodes_in(program)
-        if node.op == "call_function" and not is_of_quantization(node) and _is_quantized(node)
+        for region in (
+            _up_to_quantize(node)
+            for node in nodes_in(program)
+            if node.op == "call_function" and not is_of_quantization(node) and _is_quantized(node)
+        )
     ]
+
+
+def _up_to_quantize(node: Node) -> list[Node]:
+    """Return an operator with those that alone read it, one behind the other, if they lead to a quantize."""
+    region = [node]
+    while not all(map(is_quantize, region[-1].users)):
+        reader, *others = region[-1].users
+        inputs = {*reader.all_input_nodes} - {region[-1]}
+        if others or reader.op != "call_function" or not all(map(is_dequantize, inputs)):
+            return [node]
+        if _is_quantized(reader):  # a region of its own
+            return [node]
+        region.append(reader)
+    return region
 
 
 def _is_quantized(node: Node) -> bool:
