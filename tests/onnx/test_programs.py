@@ -248,6 +248,36 @@ class TestCompositions:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "runtime", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.full)]
+)
+def test_attention_of_nothing_is_zero(runtime: str) -> None:
+    """A boolean mask leaves nothing of rows of padding; torch's exporter makes means of them."""
+    pytest.importorskip(runtime)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+    torch.manual_seed(0)
+    mask = torch.ones(2, 5, 5, dtype=torch.bool).tril()
+    mask[0, :2] = mask[1, 4] = False
+    given = (torch.randn(2, 5, 8), mask)
+    result = qompose.quantize(
+        Attention().eval(), given, backends=["onnx"], calibration=[given], target=runtime,
+        progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        found, wanted = result.model(*given), result.converted(*given)
+    assert not found[0, :2].any() and not found[1, 4].any()
+    assert sqnr(wanted, found) > 60
+
+
 def test_an_operator_that_onnx_lacks_is_named() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -191,10 +191,13 @@ def attention(
 ) -> Any:  # fmt: skip
     """Put attention without a mask as the two products and the softmax that OpenVINO makes one kernel of.
 
-    torch's exporter scales both inputs, and guards rows that are masked as a whole against NaN. It does the
-    same for all else here.
+    torch's exporter scales both inputs. Where a boolean mask leaves nothing of a row, its attention is the
+    mean of all values, and torch's is zero: onnxscript 0.7 expects NaN there, which the finite number of its
+    masks never gives. All else is left to it.
     """
-    if attn_mask is not None or is_causal or enable_gqa or dropout_p or query.shape is None:
+    is_chosen = attn_mask is not None and attn_mask.dtype is ir.DataType.BOOL
+    is_plain = not (is_causal or enable_gqa or dropout_p) and (attn_mask is None or is_chosen)
+    if not is_plain or query.shape is None:
         return aten_scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
@@ -204,7 +207,11 @@ def attention(
     factor = scale if scale is not None else 1 / math.sqrt(int(width))
     logits = op.MatMul(query, op.Transpose(key, perm=order))
     scaled = op.Mul(logits, _constant(factor, query.dtype))
-    return op.MatMul(op.Softmax(scaled, axis=-1), value)
+    if not is_chosen:
+        return op.MatMul(op.Softmax(scaled, axis=-1), value)
+    masked = op.Where(attn_mask, scaled, _constant(query.dtype.min, query.dtype))
+    weights = op.Softmax(masked, axis=-1)
+    return op.MatMul(op.Where(attn_mask, weights, _constant(0, query.dtype)), value)
 
 
 TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
