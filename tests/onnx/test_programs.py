@@ -278,6 +278,26 @@ def test_attention_of_nothing_is_zero(runtime: str) -> None:
     assert sqnr(wanted, found) > 60
 
 
+def test_a_model_that_keeps_state_is_refused_by_name() -> None:
+    """Its file would give the results of a first call again and again."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = nn.Linear(4, 4), nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            y: torch.Tensor = self.inner(x) * self.calls
+            return y
+
+    x = torch.randn(4, 4)
+    with pytest.raises(ONNXTargetError, match="calls"):
+        qompose.quantize(
+            Counting(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
+        )
+
+
 def test_an_operator_that_onnx_lacks_is_named() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         except Exception as error:  # passes of onnxscript have errors of their own
             raise ONNXTargetError(_why(error, program)) from error
     assert made is not None and made.exported_program is not None  # without a file, it is returned
+    _check_writes(made.exported_program)
     _check_shifts(made.model, made.exported_program)
     fit_constants(made.model, _of_four_bits(made.exported_program))
     return made.model, made.exported_program
@@ -98,6 +99,18 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{node.args[1:3]}. Choose a dynamic configuration with uint8 activations"
             )
+
+
+def _check_writes(program: ExportedProgram) -> None:
+    """Raise for buffers and inputs that are written to, which the file would leave as they are."""
+    signature = program.graph_signature
+    written = (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values())
+    if written:
+        raise ONNXTargetError(
+            f"the model writes to {', '.join(dict.fromkeys(written))}, but an ONNX file keeps nothing "
+            "between calls and leaves its inputs as they are. Let the model take the tensor as an "
+            "input, and return its new value"
+        )
 
 
 def _check_shifts(model: ir.Model, program: ExportedProgram) -> None:
