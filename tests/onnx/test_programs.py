@@ -278,6 +278,28 @@ def test_attention_of_nothing_is_zero(runtime: str) -> None:
     assert sqnr(wanted, found) > 60
 
 
+def test_the_largest_of_all_numbers() -> None:
+    """torch's exporter has the largest along dimensions alone."""
+
+    class Extremes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.inner(x)
+            return y.amax(), y.amin(), y.amax(1, keepdim=True), y.amin((0, 1))
+
+    x = torch.randn(3, 4)
+    result = qompose.quantize(
+        Extremes().eval(), (x,), backends=["onnx"], calibration=[(x,)], target="onnxruntime",
+        progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        for found, wanted in zip(result.model(x), result.converted(x), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 def test_a_model_that_keeps_state_is_refused_by_name() -> None:
     """Its file would give the results of a first call again and again."""
 

@@ -7,7 +7,7 @@ Zero points are always written out: ONNX Runtime fuses QGemm with them alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -214,6 +214,16 @@ def attention(
     return op.MatMul(op.Where(attn_mask, weights, _constant(0, query.dtype)), value)
 
 
+def _extremum(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what puts ReduceMax or ReduceMin: torch's exporter has none over all dimensions."""
+
+    def put(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        axes = [_constant([*dim], ir.DataType.INT64)] if dim else []
+        return reduce(x, *axes, keepdims=int(keepdim))
+
+    return put
+
+
 TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     quantized.quantize_per_tensor.default: quantize_per_tensor,
     quantized.dequantize_per_tensor.default: dequantize_per_tensor,
@@ -223,6 +233,8 @@ TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     quantized.choose_qparams.tensor: choose_qparams,
     quantized.quantize_per_tensor.tensor: quantize_at_run_time,
     quantized.dequantize_per_tensor.tensor: dequantize_at_run_time,
+    aten.amax.default: _extremum(op.ReduceMax),
+    aten.amin.default: _extremum(op.ReduceMin),
     aten.linear.default: linear,
     aten.scaled_dot_product_attention.default: attention,
 }
