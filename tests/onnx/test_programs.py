@@ -278,6 +278,33 @@ def test_attention_of_nothing_is_zero(runtime: str) -> None:
     assert sqnr(wanted, found) > 60
 
 
+def test_numbers_and_texts_among_results_are_returned(tmp_path: Path) -> None:
+    """torch's exporter fails with them; the file's interface has them."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"none": None, "many": 3, "y": self.inner(x), "kind": ("a", 0.5, x)}
+
+    x = torch.randn(3, 4)
+    result = qompose.quantize(
+        Told().eval(),
+        (x,),
+        backends=["onnx"],
+        calibration=[(x,)],
+        target="onnxruntime",
+        progress=False,
+    )
+    found = ONNXProgram.read(result.model.save(tmp_path / "model.onnx"))(x)
+    assert (found["none"], found["many"], found["kind"][:2]) == (None, 3, ("a", 0.5))
+    assert torch.equal(found["kind"][2], x)
+    with torch.no_grad():
+        assert sqnr(result.converted(x)["y"], found["y"]) > 60
+
+
 def test_the_largest_of_all_numbers() -> None:
     """torch's exporter has the largest along dimensions alone."""
 

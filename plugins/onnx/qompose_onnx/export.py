@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from qompose.backend import CallSignature, kit
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 
 from qompose_onnx.constants import fit_constants
@@ -48,6 +49,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         )
         _check_operators(program)
         by_numbers(_calls(program))
+        constants = _without_constants(program)
         try:
             made = torch.onnx.export(
                 program,
@@ -60,9 +62,25 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
             raise ONNXTargetError(_why(error, program)) from error
     assert made is not None and made.exported_program is not None  # without a file, it is returned
     _check_writes(made.exported_program)
+    for place, value in constants.items():
+        made.exported_program.graph_signature.output_specs[place].arg.value = value
     _check_shifts(made.model, made.exported_program)
     fit_constants(made.model, _of_four_bits(made.exported_program))
     return made.model, made.exported_program
+
+
+def _without_constants(program: ExportedProgram) -> dict[int, Any]:
+    """Let None stand for numbers and texts that a model returns, in place, and return them by their places.
+
+    torch's exporter takes None alone.
+    """
+    output = program.graph.output_node()
+    results: Any = output.args[0]
+    found = {n: v for n, v in enumerate(results) if v is not None and not isinstance(v, Node)}
+    output.args = (tuple(None if place in found else v for place, v in enumerate(results)),)
+    for place in found:
+        program.graph_signature.output_specs[place].arg = ConstantArgument(name="", value=None)
+    return found
 
 
 def _opset(program: ExportedProgram) -> int:
