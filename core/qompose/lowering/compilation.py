@@ -535,17 +535,20 @@ class CondOperandStrides(CustomGraphPass):
 
 
 def _with_its_strides(graph: Graph, operand: Any) -> Any:
-    """Return an operand that lies in memory as its example does, or a copy without gaps if that has some."""
+    """Return a copy of an operand that lies in memory as its example does, without gaps if that has some."""
     value = operand.meta.get("val") if isinstance(operand, Node) else None
-    if not isinstance(value, Tensor) or operand.op == "placeholder":
-        return operand
+    if not isinstance(value, Tensor) or operand.op in ("placeholder", "get_attr"):
+        return operand  # these lie as their examples do
+    # A part of what torch lays out otherwise has gaps that the example has not: hence a copy in any case.
+    copy = graph.call_function(torch.ops.aten.clone.default, (operand,))
+    copy.meta["val"] = value
     if not is_non_overlapping_and_dense_or_false(value):
-        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        operand = graph.call_function(torch.ops.aten.clone.default, (operand,), options)
-        value = operand.meta["val"] = value.clone(**options)
+        copy.kwargs = {"memory_format": torch.contiguous_format}
+        copy.meta["val"] = value.contiguous()
     # Only the order of these numbers is looked at.
-    result = graph.call_function(force_stride_order, (operand, numbers(value.stride())))
-    result.meta["val"] = value
+    strides = numbers(copy.meta["val"].stride())
+    result = graph.call_function(force_stride_order, (copy, strides))
+    result.meta["val"] = copy.meta["val"]
     return result
 
 

@@ -67,3 +67,30 @@ def test_branches_read_what_was_computed(options: dict[str, Any]) -> None:
     for given in (x.abs(), -x.abs()):
         torch.testing.assert_close(compiled(given), model(given))
     torch._dynamo.reset()
+
+
+class OfConvolution(nn.Module):
+    """Branches read parts of what torch computes as channels last, whose example is contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(8, 8), nn.ConvTranspose2d(3, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        z = self.conv(self.linear(x))
+        parts = (z[0, 0], z[:, 0], z[:, :1], z[0])
+        return [
+            torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (part,)) for part in parts
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+def test_parts_of_another_layout_are_read_without_its_gaps(options: dict[str, Any]) -> None:
+    x = randn(1, 3, 8, 8)
+    with torch.no_grad():
+        program = export(seeded(OfConvolution()), x)
+    model = qompose.lower(convert(program, toy(LINEAR), x))
+    compiled = qompose.compile_lowered(model, options=options)
+    for given in (x.abs(), -x.abs()):
+        torch.testing.assert_close(compiled(given), model(given))
+    torch._dynamo.reset()
