@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
 
+import torch
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
@@ -18,6 +19,7 @@ from qompose.plan.plan import Group, Rewrite
 from qompose.spec.algorithm_choice import word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
+from qompose.spec.qparams import SYMMETRIC
 
 if TYPE_CHECKING:
     from qompose.algorithms.blocks import Block
@@ -140,8 +142,11 @@ class Algorithm:
         """Change integers, and parameters that stay in float; all quantization parameters are known."""
 
 
-def check_qparams(chosen: object, given: QParams) -> None:
-    """Check that an algorithm's quantization parameters can stand in place of those it was given."""
+def check_qparams(chosen: object, given: QParams, spec: object) -> None:
+    """Check that an algorithm's quantization parameters can stand in place of those it was given.
+
+    Kernels do not read the zero points of a symmetric specification.
+    """
     if not isinstance(chosen, QParams):
         raise TypeError(f"expected QParams or None, got {chosen!r}")
     for name in ("scale", "zero_point"):
@@ -150,6 +155,12 @@ def check_qparams(chosen: object, given: QParams) -> None:
             raise ValueError(f"{name} must have the shape {tuple(wanted)}, got {tuple(shape)}")
     if not bool((chosen.scale.isfinite() & (chosen.scale > 0)).all()):
         raise ValueError("scale must be positive and finite")
+    is_symmetric = getattr(spec, "qscheme", None) in SYMMETRIC
+    if is_symmetric and not torch.equal(chosen.zero_point, given.zero_point):
+        raise ValueError("the zero points of a symmetric weight cannot be changed")
+
+
+UNREPORTED: Final = "reported neither a change nor a reason"
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ class Algorithms:
             with blamed:
                 chosen = algorithm.choose_qparams(found, number, q)
                 if chosen is not None:
-                    check_qparams(chosen, q)
+                    check_qparams(chosen, q, found.plan.groups[number].spec)
                     q = chosen
         return q
 
@@ -244,3 +255,19 @@ class Algorithms:
         for algorithm, blamed in self._each("correct"):
             with blamed:
                 algorithm.correct(found)
+        found.refused.extend(self._silent(found))
+
+    def _silent(self, found: Calibrated) -> Iterator[str]:
+        """Yield a line for each algorithm that was asked for and reported nothing.
+
+        Those that rewrite, watch channels or learn have their lines elsewhere.
+        """
+        elsewhere = ("rewrite", "watch_channels", "learns")
+        for algorithm in self.members:
+            kind, lines = type(algorithm), (*found.made, *found.refused)
+            reports_here = all(
+                getattr(kind, step) is getattr(Algorithm, step) for step in elsewhere
+            )
+            asked = any(map(algorithm.is_asked, found.plan.claims))
+            if asked and reports_here and not any(algorithm.word in str(line) for line in lines):
+                yield f"{algorithm.word} was requested, but {UNREPORTED}"

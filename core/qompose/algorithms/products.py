@@ -506,8 +506,8 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
 
 
 def weight_of(found: Calibrated, product: Operands) -> Tensor:
-    """Return a product's weight, in float, in the shape of the parameter, with the factors decided so far."""
-    return found.factors.constant(product.weight.name)
+    """Return a copy of a product's weight, in float, in its shape, with the factors decided so far."""
+    return found.factors.constant(product.weight.name).clone()
 
 
 def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None:
@@ -522,7 +522,7 @@ def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None
     """
     check_own_integers(found, product)
     number, q = weight_group(found, product)
-    shape = weight_of(found, product).shape
+    shape = found.factors.constant(product.weight.name).shape
     if (integers.shape, integers.dtype) != (shape, q.dtype):
         expected = f"{q.dtype} of shape {tuple(shape)}"
         raise ValueError(
@@ -578,20 +578,23 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
         scale, zero_point: in the shapes that they have (`weight_group`).
 
     Raises:
-        NotChanged: the weight is not quantized, or its parameters are not known here.
-        ValueError: they are of other shapes, or a scale is not positive and finite.
+        NotChanged: the weight is not quantized, its parameters are not known here, or its integers have
+            been chosen already.
+        ValueError: they are of other shapes, a scale is not positive and finite, or the zero points of a
+            symmetric weight differ from those of its scheme.
     """
     number, q = weight_group(found, product)
+    if number in found.integers:
+        raise NotChanged("its integers have been chosen already; set scales before integers")
     chosen = replace(q, scale=scale, zero_point=zero_point)
-    check_qparams(chosen, q)
+    check_qparams(chosen, q, found.plan.groups[number].spec)
     found.qparams[number] = chosen
 
 
 def reader_of(found: Calibrated, product: Operands) -> Reader:
     """Return a product as the reader of its input, its weight with the factors decided so far."""
-    return Reader(
-        weight_of(found, product), groups_of(product.node), product.node.target in TRANSPOSED
-    )
+    weight = found.factors.constant(product.weight.name)
+    return Reader(weight, groups_of(product.node), product.node.target in TRANSPOSED)
 
 
 def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows:

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -347,7 +348,7 @@ def table_fault(backend: Backend) -> str | None:
 
     from qompose.backend.capabilities import naming_fault
     from qompose.backend.interface import Target
-    from qompose.backend.rule import TORCH, Rule, target_faults
+    from qompose.backend.rule import Rule
     from qompose.spec.quantization_spec import QuantizationConfig
 
     configs: Any = backend.configs
@@ -364,14 +365,23 @@ def table_fault(backend: Backend) -> str | None:
         for entry in table:
             if not isinstance(entry, kind):
                 return f"{name} must contain only {expected} objects, got {entry!r}"
-    known = (TORCH, *(target.name for target in backend.targets))
-    for rule in backend.rules:
-        for slip in target_faults(rule.kernels, known):
-            return f"rule {rule.name}: {slip}"
+    for fault in _rule_faults(backend):
+        return fault
     for operator, reason in dict[Any, Any](backend.left_in_float).items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
     return naming_fault(backend.configs)
+
+
+def _rule_faults(backend: Backend) -> Iterator[str]:
+    """Yield what is wrong with the names of rules and of the targets of their kernels."""
+    from qompose.backend.rule import TORCH, target_faults
+
+    counts = Counter(rule.name for rule in backend.rules)
+    yield from (f"{n} rules are named {name!r}; rename them" for name, n in counts.items() if n > 1)
+    known = (TORCH, *(target.name for target in backend.targets))
+    for rule in backend.rules:
+        yield from (f"rule {rule.name}: {slip}" for slip in target_faults(rule.kernels, known))
 
 
 def _field_faults(name: object, rewrites: object, configs: object) -> Iterator[str]:

@@ -119,7 +119,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
 
 
 def _check(choice: object, word: object, mode: str, weight: Any) -> None:
-    if isinstance(choice, type) or not isinstance(word, str):
+    if isinstance(choice, type) or not isinstance(word, str) or not word:
         raise ConfigError(f"algorithms must be names or Algorithm objects, got {choice!r}")
     if word in ALGORITHM_WORDS and not (isinstance(choice, str) or _is_ours(choice)):
         raise ConfigError(f"{choice!r} has the name of a built-in algorithm, {word}; rename it")

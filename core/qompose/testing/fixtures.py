@@ -292,6 +292,8 @@ class _Surroundings(Backend):
 
 ONE_STEP = 1.001
 """A step, with the rounding that float32 adds when integers up to 2**8 are scaled."""
+MOST_GAIN = 3e-3
+"""By which part of their size float outputs may all be off. Single inputs that round otherwise make 0.001."""
 MOST_OFF = 0.25
 """The part of the values that may be a step off: ties and double rounding move some, truncation half."""
 ENOUGH_VALUES = 32
@@ -367,13 +369,25 @@ def difference(reference: Tensor, actual: Tensor, step: Tensor | None, part: flo
     off = ((actual - reference) / unit).abs()
     off = torch.where(torch.isfinite(off), off, torch.inf)
     if float(off.max()) <= ONE_STEP:
-        return None
+        return _gain_fault(reference, actual) if step is None else None
     place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
     where = f"at {list(place)}: {float(actual[place]):.6g} instead of {float(reference[place]):.6g}"
     wrong = f"{int((off > ONE_STEP).sum())} of {off.numel()} values differ"
     if step is not None:
         return f"{wrong}, by up to {float(off.max()):.4g} steps of the output ({where})"
     return f"{wrong}, by up to {float(off.max()) * part:.3g} of the largest value ({where})"
+
+
+def _gain_fault(reference: Tensor, actual: Tensor) -> str | None:
+    """Return how floats are too large or small throughout, None if they are not.
+
+    Inputs that a dynamic rule rounds the other way differ in both directions; a wrong scale does not.
+    """
+    power = float(reference.square().sum())
+    gain = float((reference * actual).sum()) / power if power else 1.0
+    if abs(gain - 1) <= MOST_GAIN or reference.numel() < ENOUGH_VALUES:
+        return None
+    return f"values {gain:.4f} times as large on average"
 
 
 def first_difference(

@@ -13,7 +13,15 @@ from typing import Any, ClassVar
 import pytest
 import qompose
 import torch
-from qompose.algorithms import Operands, change_products, load_algorithm, set_integers
+from qompose.algorithms import (
+    Operands,
+    change_products,
+    load_algorithm,
+    set_integers,
+    set_scales,
+    weight_group,
+    weight_of,
+)
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors
 from qompose.algorithms.discovery import check_algorithm
@@ -123,7 +131,8 @@ def converted(*algorithms: Any, **of_modules: Any) -> GraphModule:
 @pytest.mark.parametrize(
     "wrong",
     [lambda q: 3, lambda q: replace(q, scale=q.scale * torch.nan), lambda q: replace(q, scale=-q.scale),
-     lambda q: replace(q, scale=q.scale.repeat(2)), lambda q: replace(q, zero_point=q.zero_point[:1])],
+     lambda q: replace(q, scale=q.scale.repeat(2)), lambda q: replace(q, zero_point=q.zero_point[:1]),
+     lambda q: replace(q, zero_point=q.zero_point + 1)],
 )  # fmt: skip
 def test_parameters_that_cannot_be_are_the_algorithms_fault(wrong: Any) -> None:
     class Wrong(Algorithm):
@@ -156,6 +165,55 @@ def test_of_two_that_choose_integers_the_later_one_is_refused() -> None:
     assert sum("constant was not applied" in note for note in qompose.report(found).notes) == 2
 
 
+@dataclass(frozen=True)
+class Scaling(Algorithm):
+    """Writes to the weights that it is given, doubles scales and moves zero points, perhaps too late."""
+
+    word: ClassVar[str] = "scaling"
+    zero_point: int = 0
+    late: bool = False
+
+    def correct(self, found: Calibrated) -> None:
+        def change(product: Operands, claim: Claim) -> str:
+            weight, (_, q) = weight_of(found, product), weight_group(found, product)
+            weight.mul_(2)
+            if self.late:
+                set_integers(found, product, torch.zeros_like(weight, dtype=q.dtype))
+            set_scales(found, product, q.scale * 2, q.zero_point + self.zero_point)
+            return "doubled"
+
+        change_products(found, self, change)
+
+
+def test_weights_are_copies_that_an_algorithm_may_write_to() -> None:
+    model, x = linears()
+    before = [p.detach().clone() for p in model.parameters()]
+    prepared = prepare(
+        export(model, x), toy(LINEAR, config=replace(STATIC, algorithms=(Scaling(),)))
+    )
+    prepared(x)
+    found = qompose.convert_pt2e(prepared)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    plain, doubled = (m.get_buffer("0.weight_q").abs().max() for m in (converted(), found))
+    assert int(doubled) in (int(plain) // 2, int(plain) // 2 + 1)
+
+
+def test_zero_points_of_symmetric_weights_stay() -> None:
+    with pytest.raises(MemberError, match="scaling"):
+        converted(Scaling(zero_point=3))
+
+
+def test_scales_are_not_changed_under_integers_that_were_chosen() -> None:
+    notes = qompose.report(converted(Scaling(late=True))).notes
+    assert sum("scaling was not applied" in note for note in notes) == 2
+
+
+def test_an_algorithm_that_reports_nothing_is_named() -> None:
+    silent = type("Silent", (Algorithm,), {"word": "silent"})()
+    assert [n for n in qompose.report(converted(silent)).notes if n.startswith("silent")]
+    assert not [n for n in qompose.report(converted(Scaling())).notes if n.startswith("scaling")]
+
+
 @pytest.mark.parametrize("wrong", [Constant(128), Constant(3, torch.int32)], ids=str)
 def test_an_error_says_whose_algorithm_it_is(wrong: Constant) -> None:
     with pytest.raises(MemberError, match="constant"):
@@ -163,7 +221,9 @@ def test_an_error_says_whose_algorithm_it_is(wrong: Constant) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [Constant, 3, type("Mine", (Constant,), {"word": "gptq"})()], ids=str
+    "wrong",
+    [Constant, 3, *(type("Mine", (Constant,), {"word": word})() for word in ("gptq", ""))],
+    ids=str,
 )
 def test_what_is_no_algorithm_of_its_own(wrong: Any) -> None:
     with pytest.raises(ConfigError):

@@ -257,7 +257,9 @@ class TestSupports:
 
     def test_without_a_configuration_any_of_the_rows_will_do(self) -> None:
         static, dynamic = (frozenset({mode}) for mode in ("static", "dynamic"))
-        rows = rows_of(replace(BOUNDED, modes=static), replace(LINEAR, modes=dynamic), SIGMOID)
+        rows = rows_of(
+            replace(BOUNDED, modes=static), replace(LINEAR, modes=dynamic, name="other"), SIGMOID
+        )
         answer = rows.supports(nn.Linear)
         assert (answer.rule, answer.configs) == ("linear", ("static", "dynamic"))
         assert rows.filter(mode="dynamic").supports(nn.Linear).configs == ("dynamic",)

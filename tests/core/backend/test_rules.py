@@ -133,6 +133,7 @@ def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) 
         ({"rules": LINEAR}, "rules .*tuple"), ({"rules": (len,)}, "rules must contain"),
         ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs must contain"),
         ({"rewrites": "fold_batch_norm"}, "rewrites .*tuple"),
+        ({"rules": (LINEAR, LINEAR)}, "2 rules are named"),
     ],
 )  # fmt: skip
 def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -95,13 +95,6 @@ class Odd(Rounding):
         super().correct(found)
 
 
-class Shifted(Rounding):
-    """Gives symmetric weights a zero point, which kernels do not read."""
-
-    def choose_qparams(self, found: Any, number: int, q: Any) -> Any:
-        return replace(q, zero_point=q.zero_point + 3) if q.axis == 0 else None
-
-
 class Unwritten(Rounding):
     def correct(self, found: Any) -> None:
         super().correct(found)
@@ -123,10 +116,6 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "unequal copies": (Unequal(), ("test_equals_its_copy",)),
     "an error of its own": (Odd(), ("test_takes_odd_data",)),
-    "parameters that kernels do not read": (
-        Shifted(),
-        ("test_loses_little", "test_reaches_kernels"),
-    ),
     "no record": (Unwritten(), ("test_is_saved",)),
 }
 

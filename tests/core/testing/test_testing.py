@@ -389,10 +389,12 @@ ONE_OFF = torch.tensor([[1.0, 1.0], [1.2, 1.0]])
     [
         (ONES, ONES + 0.1, 0.1, 0, None), (ONES, ONE_OFF, 0.1, 0, ("2 steps", "[1, 0]")),
         (ONES * 100, ONES * 100 + 0.009, None, 1e-4, None), (ONES * 100, ONES * 100 + 0.02, None, 1e-4, ()),
+        (ONES.repeat(8, 8), ONES.repeat(8, 8) * 1.005, None, 1e-2, ()),
         (ONES, ONES * torch.nan, 1e9, 0, ()), (ONES, torch.ones(4), 1e9, 1e9, ()),
         (ONES, ONES.double(), 1e9, 1e9, ()),
     ],
-    ids=["a step", "two", "floats", "floats apart", "no number", "shapes", "types"],
+    ids=["a step", "two", "floats", "floats apart", "all too large",
+         "no number", "shapes", "types"],
 )  # fmt: skip
 def test_how_outputs_are_compared(
     reference: Tensor, other: Tensor, step: Any, rest: float, named: Any
