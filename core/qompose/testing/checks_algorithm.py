@@ -34,7 +34,8 @@ def says_what_it_did(suite: AlgorithmSuite, place: Place) -> None:
     trial = suite.trial(place)
     suite.suites[place.backend].require(annotates, trial)
     found = report(_converted(suite, trial))
-    lines = [line for line in (*found.rewrites, *found.notes) if not line.endswith(UNREPORTED)]
+    said = (str(line) for line in (*found.rewrites, *found.notes))
+    lines = [line for line in said if not line.endswith(UNREPORTED)]
     if not any(suite.algorithm.word in line for line in lines):
         raise ContractError(
             _about(suite, trial),
