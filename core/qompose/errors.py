@@ -66,7 +66,12 @@ class BackendNotFoundError(UserError, LookupError):
         self.name, self.installed = name, tuple(installed)
         close = near_names(name, installed)
         package = f"qompose-{name.replace('_', '-')}"
-        remedy = "" if close else f" Backends are pip packages: try `pip install {package}`."
+        remedy = (
+            ""
+            if close
+            else " Backends are packages with an entry point in the group 'qompose': try "
+            f"`pip install {package}`."
+        )
         super().__init__(
             f"No backend named {name!r} is installed{close}. "
             f"Installed: {', '.join(installed) or 'none'}.{remedy}"

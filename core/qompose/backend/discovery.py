@@ -309,7 +309,10 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
     from qompose.backend.interface import Backend
 
     if backend is _NO_HOOK:
-        return "it does not implement the hook qompose_backend (with @qompose.backend.hookimpl)"
+        return (
+            f"its entry point is {info.module}, which must be a module that implements the hook "
+            "qompose_backend (with @qompose.backend.hookimpl)"
+        )
     if backend is None:
         return "its hook qompose_backend returned None, not a qompose.backend.Backend"
     if isinstance(backend, type) and issubclass(backend, Backend):

@@ -510,11 +510,16 @@ def _settled(step: Step, finished: Finished) -> tuple[dict[int, str], dict[int, 
     reasons = {
         number: finished.fallbacks.get(number)
         or _remark(number, step.record.plan, finished.remarks)
-        or (name if name == _WITHOUT_KERNELS else f"the target did not accept {name}")
+        or (name if name == _WITHOUT_KERNELS else _not_replaced(name))
         for number, name in step.left.items()
     }
     both = {**step.fallbacks, **reasons}
     return kernels, {number: reason for number, reason in both.items() if number not in kernels}
+
+
+def _not_replaced(kernel: str) -> str:
+    """Return why a region is left whose kernel added nothing to the program."""
+    return f"the kernel {kernel} emitted nothing, and the target did not report that it runs it"
 
 
 def _remark(claim: int, plan: Plan, remarks: Mapping[str, str]) -> str:

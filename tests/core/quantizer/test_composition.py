@@ -8,6 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -364,7 +365,9 @@ class TestContests:
         assert len(plan_of(prepare(PROGRAM, composed)).claims) == 2
 
     def test_two_rules_of_one_member_are_none(self) -> None:
-        alone = qompose.compose(toy(LINEAR_RELU, LINEAR, LINEAR), on_conflict="error")
+        alone = qompose.compose(
+            toy(LINEAR_RELU, LINEAR, replace(LINEAR, name="again")), on_conflict="error"
+        )
         assert len(plan_of(prepare(PROGRAM, alone)).claims) == 2
 
 
