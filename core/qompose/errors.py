@@ -111,7 +111,7 @@ class AnnotationConflictError(UserError, RuntimeError):
     def __init__(self, earlier: str, later: str, node: str, change: str) -> None:
         self.earlier, self.later, self.node, self.change = earlier, later, node, change
         super().__init__(
-            f"Quantizer {later!r} {change} the annotation of node {node!r} by quantizer "
+            f"Quantizer {later!r} {change} the annotation of node {node!r} made by quantizer "
             f"{earlier!r}. Restrict one of them (set_module_name(..., None) or "
             'qompose.restrict), change their order, or compose with on_conflict="first" to '
             "keep the earlier annotation."

@@ -255,7 +255,7 @@ class Capabilities(Printable, Sequence[Capability]):
             if not any(source.chosen(config) for source in self.sources):
                 known = list(dict.fromkeys(name for s in self.sources for name, _ in s.configs))
                 raise ConfigError(
-                    f"no row has the configuration {config!r}{near_names(config, known)}. "
+                    f"no capability row has configuration {config!r}{near_names(config, known)}. "
                     f"Available: {', '.join(map(repr, known)) or 'none'}"
                 )
         elif config is not None and not isinstance(config, QuantizationConfig):

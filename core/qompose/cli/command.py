@@ -105,7 +105,7 @@ def say(text: str) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"expected a positive number, got {text!r}")
+        raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
