@@ -65,12 +65,11 @@ class BackendNotFoundError(UserError, LookupError):
     def __init__(self, name: str, installed: Sequence[str]) -> None:
         self.name, self.installed = name, tuple(installed)
         close = near_names(name, installed)
-        package = f"qompose-{name.replace('_', '-')}"
         remedy = (
             ""
             if close
-            else " Backends are packages with an entry point in the group 'qompose': try "
-            f"`pip install {package}`."
+            else " Install the package that provides it: a backend is an entry point in the group "
+            "'qompose'."
         )
         super().__init__(
             f"No backend named {name!r} is installed{close}. "
@@ -178,7 +177,7 @@ class UncalibratedError(UserError):
         self.tensors = tuple(tensors)
         listed = "\n".join(f"  - {tensor}" for tensor in tensors)
         super().__init__(
-            f"{len(tensors)} observed tensors never saw data:\n"
+            "no data reached these observed tensors:\n"
             f"{listed}\n"
             "Before convert_pt2e, run qompose.calibrate(prepared, batches) or call "
             "prepared(*inputs) in a loop. Pass allow_uncalibrated=True to leave these "

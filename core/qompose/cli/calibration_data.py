@@ -33,7 +33,7 @@ class Input:
     def objection(self, value: object) -> str | None:
         """Return why a value cannot be this input, or None."""
         if not isinstance(value, Tensor):
-            return f"is a {type(value).__name__}, not a tensor"
+            return f"must be a tensor, got {type(value).__name__}"
         if objection := without_values(value):
             return objection
         fits = len(self.sizes) == value.dim() and all(map(_within, value.shape, self.sizes))
@@ -309,7 +309,7 @@ def _check_sample(path: Path, name: str, value: Any, inputs: Inputs) -> None:
     objection = (
         without_values(value)
         if isinstance(value, Tensor)
-        else f"is a {type(value).__name__}, not a tensor of samples"
+        else f"must be a tensor of samples, got {type(value).__name__}"
     )
     if objection:
         raise CalibrationError(f"{path}: input {name} {objection}")

@@ -236,7 +236,8 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     raise CalibrationError(
-        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; convert it with transform="
+        f"expected a tensor, tuple, list or dict, got {type(batch).__name__}; convert it with "
+        "transform="
     )
 
 

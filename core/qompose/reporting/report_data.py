@@ -504,7 +504,7 @@ class Report(Printable):
                 f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%}){in_file}"
             )
         rest = str(self._not_in_kernels())
-        lines += [f"in the graph: {rest}"] if rest != "nothing" else []
+        lines += [f"also in the graph: {rest}"] if rest != "nothing" else []
         if self.requantizations:
             number = counted(len(self.requantizations), "requantization")
             lines.append(f"{number} between different specifications")

@@ -81,10 +81,11 @@ def _config(
     """Return a configuration that is the same on each processor."""
     config = _FACTORIES[activation](**options)
     if config.mode != "static" and (activation != "uint8" or symmetric):
+        given = [f"activation={activation!r}"] if activation != "uint8" else []
+        given += ["symmetric_activations=True"] if symmetric else []
         raise ConfigError(
-            f"activation={activation!r} and symmetric_activations={symmetric} require static "
-            "activations: DynamicQuantizeLinear computes affine uint8, and weight_only=True "
-            "leaves activations in float"
+            f"{' with '.join(given)} requires static quantization: DynamicQuantizeLinear "
+            "computes affine uint8, and weight_only=True leaves activations in float"
         )
     if options.get("per_token"):
         raise ConfigError(

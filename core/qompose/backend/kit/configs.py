@@ -206,8 +206,7 @@ class ConfigFactory:
                 f"{chosen.mode} mode"
             )
         if size is not None and size not in self.group_sizes:
-            sizes = ", ".join(map(str, self.group_sizes)) or "none"
-            raise ConfigError(f"group_size must be one of {sizes}, got {size}")
+            raise ConfigError(self._no_such_group(size))
         unused = ", ".join(self._of_no_effect(chosen))
         if unused and chosen.weight_only:
             raise ConfigError(
@@ -218,6 +217,11 @@ class ConfigFactory:
                 "is_dynamic=True computes activation ranges at run time and cannot be combined "
                 f"with {unused}"
             )
+
+    def _no_such_group(self, size: int) -> str:
+        if not self.group_sizes:
+            return f"group_size={size} is not supported by this backend; leave it out"
+        return f"group_size must be one of {', '.join(map(str, self.group_sizes))}, got {size}"
 
     def _of_no_effect(self, chosen: ConfigOptions) -> Iterator[str]:
         _, low, high = self.activation
@@ -262,7 +266,8 @@ def _chosen(options: dict[str, Any]) -> ConfigOptions:
     known = [field.name for field in fields(ConfigOptions)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}{near_names(name, known)}")
+            close = near_names(name, known) or f"; options: {', '.join(known)}"
+            raise ConfigError(f"unknown option {name!r}{close}")
     return ConfigOptions(**options)
 
 

@@ -93,8 +93,9 @@ class RecurrentCall(NamedTuple):
     def checked(self) -> RecurrentCall:
         """Return itself. Raises ValueError on dtypes or counts that do not fit."""
         matrices = [p for p in self.params if p.dim() == 2]
-        if any(x.dtype != torch.float32 for x in (self.input, *self.states)):
-            raise ValueError("expected float32 input and states")
+        dtypes = [x.dtype for x in (self.input, *self.states)]
+        if any(dtype != torch.float32 for dtype in dtypes):
+            raise ValueError(f"input and states must be float32, got {dtypes}")
         if len(matrices) != len(self.scales) or any(m.dtype != torch.int8 for m in matrices):
             raise ValueError("expected int8 matrices with scales")
         if any(s.shape != m.shape[:1] for s, m in zip(self.scales, matrices, strict=True)):
