@@ -19,6 +19,7 @@ from qompose.errors import TargetError
 from qompose_onnx import ONNXProgram
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 
 from tests.onnx.models import Images, Texts, images, sqnr, texts
 
@@ -347,22 +348,46 @@ def test_a_model_that_keeps_state_is_refused_by_name() -> None:
         )
 
 
-def test_an_operator_that_onnx_lacks_is_named() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.lgamma(x)
+class Lgamma(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.lgamma(x)
 
+
+class Mapped(nn.Module):
+    """A higher-order operator, for which ONNX has none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = map_rows(lambda row: row.sin(), x)
+        return y
+
+
+class NumberLessIntegers(nn.Module):
+    """The exporter of torch 2.13 fails on the subtraction, while it decomposes the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.0 - (x > 0).to(torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("odd", "place"),
+    [
+        (Lgamma, r"lgamma \(aten\.lgamma in parts\.odd\)"),
+        (Mapped, r"map_impl \(map_impl"),
+        (NumberLessIntegers, r"test_programs\.py:\d+ \(return 1\.0 - \(x > 0\)"),
+    ],
+)
+def test_an_operator_that_cannot_be_exported_is_named(odd: type[nn.Module], place: str) -> None:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.parts = nn.Linear(4, 4), nn.ModuleDict({"odd": Odd()})
+            self.inner, self.parts = nn.Linear(4, 4), nn.ModuleDict({"odd": odd()})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = self.parts["odd"](self.inner(x))
             return y
 
     x = torch.randn(4, 4)
-    with pytest.raises(ONNXTargetError, match=r"lgamma \(aten\.lgamma in parts\.odd\)"):
+    with pytest.raises(ONNXTargetError, match=place):
         qompose.quantize(
             Network(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
         )

@@ -154,10 +154,31 @@ def _why(error: Exception, program: ExportedProgram) -> str:
             places = [_place(n) for n in _calls(program) if _bare(_named(n)) == _bare(name)]
             where = ", ".join(places[:4]) or name
             return f"ONNX has no operator for {where}. {REMEDY}"
+    place = _failed_at(said, program)
+    if place and any("No ONNX function found" in text for text in said):
+        return f"ONNX has no operator for {place}. {REMEDY}"
     first = next(
         (line for text in reversed(said) for line in text.splitlines() if line.strip()), ""
     )
-    return f"torch.onnx.export cannot export this graph: {first} {REMEDY}"
+    where = f" at {place}" if place else ""
+    return f"torch.onnx.export cannot export this graph{where}: {first.rstrip('. :')}. {REMEDY}"
+
+
+def _failed_at(said: list[str], program: ExportedProgram) -> str:
+    """Return where torch's exporter failed: a node that it was translating, or a line of the model's source.
+
+    While it decomposes a graph it names nodes anew, but tells the line of the model that made one.
+    """
+    nodes = {node.name: node for node in _calls(program)}
+    for text in said:
+        for name in re.findall(r"translating node %(\w+)", text):
+            if name in nodes:
+                return _place(nodes[name])
+        for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \w+\n +(.+)', text)[
+            -1:
+        ]:
+            return f"{file}:{line} ({code.strip()})"
+    return ""
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
