@@ -357,7 +357,10 @@ class Mapped(nn.Module):
     """A higher-order operator, for which ONNX has none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = map_rows(lambda row: row.sin(), x)
+        def sines(row: Any, *rest: Any) -> Any:
+            return row.sin()
+
+        y: torch.Tensor = map_rows(sines, x)
         return y
 
 
