@@ -73,6 +73,12 @@ def crash(*args: Any) -> Any:
     raise ZeroDivisionError("division by zero")
 
 
+def of_one_size(match: Any) -> str | None:
+    """Read the batch size as a number, which it is not where a program takes batches of any size."""
+    size = match.node("self").meta["val"].shape[0]
+    return None if isinstance(size, int) else crash()
+
+
 def of_this_export(region: Region) -> Node:
     """Go by what no file keeps."""
     return Linear(relu=False)(region) if region.output_node.stack_trace else refuse(region)
@@ -297,6 +303,7 @@ ROOT = OperatorPattern(
 TWO_SHAPES = moving(
     "flip", OperatorPattern((aten.flip.default,), lambda self: self.flip([1]), ((2, 3), (2, 3)))
 )
+OF_ONE_SIZE = moving("flip", FLIP, guard=of_one_size)
 NEVER = moving("flip", FLIP, guard=lambda match: "not on a weekday")
 UNKNOWN_TARGET = {"torch": LINEAR.kernels["torch"], "moon": Kernel("lunar linear")}
 
@@ -367,6 +374,7 @@ WRONG = {
     "writing to weights": fails("keeps_parameters", linear("writes weight"), "own_weight"),
     "writing to inputs": fails("leaves_inputs_alone", linear("writes"), "integers"),
     "one size of batch": fails("takes_any_batch", UNDECLARED, "reference has (13"),
+    "a guard for one size of batch": fails("takes_any_batch", static(OF_ONE_SIZE), "ZeroDivisionError"),
     "sharing that is none": fails("shares", quantizer(Unsharing, REQUANTIZED), "2 groups"),
     "accepts too wide": fails("accepts", linear(accepts=WIDE), "accepts['output']"),
     "a missing constraint": fails("accepts", linear(accepts=NO_WEIGHT), "accepts['weight']"),

@@ -163,11 +163,6 @@ def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
 def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
     """A program for batches of any size stays one."""
     suite.require(matches_reference, suite.plain(trial), target)
-    try:
-        trial.built  # noqa: B018 - raises where the check does not apply
-        trial.converted  # noqa: B018
-    except Exception as error:
-        raise Blocked("test_annotates or test_converts", str(trial)) from error
     remedy = "read sizes from the tensors, not from the shapes of the example"
     with expecting(trial.on(target), "a model that accepts any batch size", remedy):
         lowered = trial.lowered(target)
