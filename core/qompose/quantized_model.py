@@ -193,8 +193,9 @@ def _export(
 ) -> ExportedProgram:
     if isinstance(model, GraphModule) or not isinstance(model, nn.Module):
         raise UserError(
-            "quantize expects a torch.nn.Module or an ExportedProgram; for a GraphModule use "
-            "prepare_pt2e, calibrate, convert_pt2e and lower"
+            "quantize expects a torch.nn.Module (not a GraphModule) or an ExportedProgram, got "
+            f"{type(model).__name__}; for a GraphModule use prepare_pt2e, calibrate, convert_pt2e "
+            "and lower"
         )
     args, keywords = _example_call(model, example_inputs, kwargs)
     training = {module: module.training for module in model.modules()}

@@ -87,12 +87,6 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "Apple's coreai-opt answers of a model, not of a backend",
         ),
         Feature(
-            "the same of a composition",
-            "Y",
-            "N N N N N N N N N",
-            "core/backend/test_capabilities.py",
-        ),
-        Feature(
             "declared bounds of integers and scales, enforced",
             "Y",
             "N P P N Y N P N P",
@@ -286,7 +280,6 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
     ),
     "Tools": (
-        Feature("a command line", "Y", "N N N Y N N N Y N", "composed/test_command_line.py"),
         Feature(
             "a report for browsers",
             "Y",

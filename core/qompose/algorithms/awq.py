@@ -152,9 +152,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     """
     dims = {channel_dim(product.node, product.weight) for product in products}
     if len(dims) > 1:
-        raise NotChanged(
-            "the layers that read its input have their channels in different dimensions"
-        )
+        raise NotChanged("the layers that read its input do not share one channel dimension")
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
     absorbers = find_absorbers(found, source, users, dim)

@@ -276,8 +276,9 @@ def _resumed(
     start = 0 if kept is None else kept.restore(prepared)
     if ranks.several and not start and len(statistics(prepared)):
         raise CalibrationError(
-            "the observers already have statistics, which every process would add again. Prepare "
-            "the model again, and merge both calibrations with Statistics.merged"
+            "the observers already have statistics, which would be counted once per process. To "
+            "add data, calibrate a newly prepared model and merge its statistics with the existing "
+            "ones (Statistics.merged)"
         )
     return kept, start
 

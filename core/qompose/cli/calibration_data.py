@@ -265,8 +265,8 @@ def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
     if isinstance(data, Tensor):
         if len(known) != 1:
             raise CalibrationError(
-                f"{path} holds one tensor, but the program expects {inputs}; save a dict of "
-                "tensors by name"
+                f"{path} holds one tensor, but the program expects {inputs}; save a dict "
+                "that maps input names to tensors"
             )
         data = dict.fromkeys(known, data)
     if not isinstance(data, Mapping):

@@ -113,8 +113,8 @@ def _check(name: str) -> None:
         raise ProjectError(f"{name!r} is a Python keyword; choose another name")
     if re.split("[-_]", name)[0] == PREFIX:
         raise ProjectError(
-            f"{name!r} is not a valid backend name: omit the prefix {PREFIX!r}, which the "
-            "distribution name adds"
+            f"{name!r} is not a valid backend name: omit the prefix {PREFIX!r}; it is added "
+            "to the distribution name"
         )
     for point in entry_points(group=GROUP):
         if point.name.replace("-", "_") == name.replace("-", "_"):

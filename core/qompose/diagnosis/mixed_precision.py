@@ -92,7 +92,8 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
         raise UserError(f"two choices are named {again[0]!r}; pass a mapping with distinct names")
     if not pairs:
         raise UserError(
-            "choices must contain at least one configuration in addition to the quantizer's"
+            "choices is empty: pass at least one configuration, or None for float. The quantizer's "
+            "own configuration is always included"
         )
     return dict(pairs)
 

@@ -152,7 +152,7 @@ class Instance:
         return cls(copied)
 
     def call(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a node: observers let values pass, fake-quantizers round them, and neither looks at them."""
+        """Run a node: observers let values pass, fake quantizers round them, and neither looks at them."""
         if node.op != "call_module":
             self._times[node] += 1
             with repeatable(node, self._times[node]):

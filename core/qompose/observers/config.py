@@ -277,7 +277,7 @@ def why_not_trained(config: QuantizationConfig) -> str | None:
 
 
 def _trained(spec: Any, learned: bool) -> Any:
-    """Return a specification with a fake-quantizer; those of other packages and fixed ones stay."""
+    """Return a specification with a fake quantizer; those of other packages and fixed ones stay."""
     kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
     if not isinstance(spec, QuantizationSpec) or not _is_observer(kind):
         return spec

@@ -259,7 +259,7 @@ class FakeQuantize(FakeQuantizeBase, Observer):
 
 
 class FusedMovingAvgObsFakeQuantize(FakeQuantize):
-    """A fake-quantizer with moving averages that trains by the numbers of torch's class of this name.
+    """A fake quantizer with moving averages that trains by the numbers of torch's class of this name.
 
     Its scale in training is that of `torch.fused_moving_avg_obs_fake_quant`, which for symmetric integers
     differs from the one that is converted, most with few bits. `FakeQuantize` has one scale for both.
@@ -299,7 +299,7 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
 
 
 class FixedQParamsFakeQuantize(FakeQuantize):
-    """A fake-quantizer whose scale and zero point are known beforehand.
+    """A fake quantizer whose scale and zero point are known beforehand.
 
     Args:
         arguments: `quant_min`, `quant_max` and `qscheme`.
@@ -323,7 +323,7 @@ def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
     if not isinstance(made, Observer) or isinstance(made, FakeQuantize):
         raise ConfigError(
             f"observer={given!r} creates a {type(made).__name__}, but qompose's "
-            "fake-quantizers require a qompose observer"
+            "fake quantizers require a qompose observer"
         )
     return made
 
@@ -363,7 +363,7 @@ def _in_rows(
 
 
 class LearnableFakeQuantize(FakeQuantize):
-    """A fake-quantizer whose scale, and zero point where it is not symmetric, are parameters.
+    """A fake quantizer whose scale, and zero point where it is not symmetric, are parameters.
 
     They are there from the start, so an optimizer made before the first step has them, and take their
     first values from the first tensor that is seen. With `q` the integer, the gradient of the scale is
@@ -396,10 +396,15 @@ class LearnableFakeQuantize(FakeQuantize):
         super().__init__(observer, **arguments)
         blocks = getattr(self.activation_post_process, "block_size", None) is not None
         if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
+            given = (
+                "dynamic quantization" if self.is_dynamic
+                else "per-block quantization" if blocks
+                else str(self.dtype) if self.quant_max is None
+                else type(self.activation_post_process).__name__
+            )  # fmt: skip
             raise ConfigError(
-                "LearnableFakeQuantize requires static integers per tensor or per channel, "
-                "got "
-                f"{'dynamic' if self.is_dynamic else 'blocks' if blocks else str(self.dtype)}"
+                "LearnableFakeQuantize requires static quantization to integers, per tensor or per "
+                f"channel, with an observer that estimates ranges, got {given}"
             )
         self.use_grad_scaling = use_grad_scaling
         self.scale = nn.Parameter(torch.ones(()))

@@ -128,7 +128,7 @@ class Guard:
         self.forward, self.subject = observer.forward, subject
         self.kind = type(observer).__name__
         self.screen = Screen()
-        inner = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+        inner = getattr(observer, "activation_post_process", observer)  # of a fake quantizer
         axis = getattr(inner, "ch_axis", None)
         per_channel = getattr(inner, "qscheme", None) in PER_CHANNEL
         self._axis = axis if per_channel and isinstance(axis, int) else None

@@ -56,14 +56,14 @@ def observers_of(nodes: Iterable[tuple[Node, int]]) -> dict[int, Any]:
 def make_observer(
     spec: QuantizationSpecBase, rebind: Rebinding | None = None, *, simulate: bool = False
 ) -> nn.Module:
-    """Make the observer or fake-quantizer of a specification.
+    """Make the observer or fake quantizer of a specification.
 
     The specification's fields, None included, take the place of the factory's own arguments; that is
     the convention of this field.
 
     Args:
         rebind: replaces what a foreign factory holds of another graph; None leaves it as it is.
-        simulate: make a fake-quantizer around an observer of qompose's.
+        simulate: make a fake quantizer around an observer of qompose's.
 
     Raises:
         ConfigError: the factory does not take them, or does not make an observer of the specification.
@@ -216,7 +216,7 @@ def was_fed(observer: nn.Module) -> bool:
     """Tell whether calibration has shown an observer its parameters too, and once is enough.
 
     A second look could change what it estimates. One of qompose's own knows that it is a second look, but
-    for a fake-quantizer: what is deployed is what was trained.
+    for a fake quantizer: what is deployed is what was trained.
     """
     if isinstance(observer, FakeQuantize):
         return observer.settled

@@ -280,7 +280,7 @@ def _offers(
 def _observe(
     working: GraphModule, exported: GraphModule, plan: Plan, quantizer: Quantizer, trains: bool
 ) -> list[str]:
-    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
+    """Insert observers, in place, or fake quantizers and what is trained with them; return notes on it."""
     groups = plan.groups
     if trains:  # factors would be decided once and for all, and weights find their own way
         groups = tuple(replace(group, balance=None) for group in groups)
@@ -302,7 +302,7 @@ def insert_observers(
     """Insert the observers of all groups, in place, and tag the nodes of claims with their numbers.
 
     `quantizer` sees {edge or node: observer} first, and may replace observers. With `simulate`, they are
-    fake-quantizers.
+    fake quantizers.
     """
     nodes = {node.name: node for node in nodes_in(model)}
     for number, claim in enumerate(claims):

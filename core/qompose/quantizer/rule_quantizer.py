@@ -120,7 +120,8 @@ class RuleQuantizer(Quantizer):
         """
         if not kind_of(module_type).modules:
             raise SelectorError(
-                f"expected a torch.nn.Module type, got {module_type!r}; see set_operator_type"
+                f"expected a torch.nn.Module type, got {module_type!r}; for an operator, use "
+                "set_operator_type"
             )
         return self.set_object_type(module_type, config)
 
@@ -131,7 +132,10 @@ class RuleQuantizer(Quantizer):
             SelectorError: `operator_type` is neither.
         """
         if not kind_of(operator_type).operators:
-            raise SelectorError(f"expected an operator, got {operator_type!r}; see set_module_type")
+            raise SelectorError(
+                f"expected an operator or torch function, got {operator_type!r}; for a module "
+                "type, use set_module_type"
+            )
         return self.set_object_type(operator_type, config)
 
     def set_module_name_regex(self, regex: str, config: ConfigChoice) -> Self:

@@ -162,8 +162,8 @@ def algorithm_class(word: object, path: str) -> type:
     if word not in points:
         hint = near_names(str(word), (SMOOTH_QUANT, *points))
         raise ConfigError(
-            f"{path}: no installed package provides the algorithm {word!r}{hint}, so its "
-            "options cannot be read. Request it by name, or install the package"
+            f"{path}: no installed package provides the algorithm {word!r}{hint}, "
+            "which its options require. Install the package that provides it"
         )
     try:
         found = points[str(word)].load()

@@ -183,7 +183,7 @@ class QuantizationSpecBase:
 @virtual_subclass_of(QUANTIZERS, "QuantizationSpec")
 @dataclass(frozen=True)
 class QuantizationSpec(QuantizationSpecBase):
-    """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
+    """How one tensor is quantized, and which observer or fake quantizer estimates its parameters.
 
     A `dtype` of float16 or bfloat16 is a cast without parameters. float32, which PT2E tutorials use for
     biases, leaves the tensor in float. float8_e4m3fn and float8_e5m2 have a scale and the zero point 0.
@@ -587,7 +587,7 @@ def _short(value: object) -> str | None:
 
 
 def observer_name(spec: QuantizationSpecBase) -> str | None:
-    """Return the name of the observer or fake-quantizer that a specification asks for."""
+    """Return the name of the observer or fake quantizer that a specification asks for."""
     return factory_name(getattr(spec, "observer_or_fake_quant_ctr", None))
 
 

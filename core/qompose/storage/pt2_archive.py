@@ -165,7 +165,9 @@ def load_program(path: Path) -> ExportedProgram:
     """
     with path.open("rb"):
         pass
-    remedy = "Create one with torch.export.save(torch.export.export(model, inputs), 'model.pt2')."
+    remedy = (
+        "Create an archive with torch.export.save(torch.export.export(model, inputs), 'model.pt2')."
+    )
     other = _other_kind(path)
     if other is not None:
         raise UserError(f"{path} is not a torch.export archive: {other}. {remedy}")

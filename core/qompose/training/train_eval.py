@@ -407,37 +407,37 @@ class _Sum(torch.autograd.Function):
 
 
 def enable_observer(module: nn.Module) -> None:
-    """Let a fake-quantizer estimate its range; for `model.apply`, other modules are left alone."""
+    """Let a fake quantizer estimate its range; for `model.apply`, other modules are left alone."""
     if isinstance(module, FakeQuantizeBase):
         module.enable_observer()
 
 
 def disable_observer(module: nn.Module) -> None:
-    """Let a fake-quantizer keep its range; for `model.apply`, other modules are left alone."""
+    """Let a fake quantizer keep its range; for `model.apply`, other modules are left alone."""
     if isinstance(module, FakeQuantizeBase):
         module.disable_observer()
 
 
 def enable_fake_quant(module: nn.Module) -> None:
-    """Let a fake-quantizer round and clip; for `model.apply`, other modules are left alone."""
+    """Let a fake quantizer round and clip; for `model.apply`, other modules are left alone."""
     if isinstance(module, FakeQuantizeBase):
         module.enable_fake_quant()
 
 
 def disable_fake_quant(module: nn.Module) -> None:
-    """Let tensors pass a fake-quantizer unchanged; for `model.apply`, other modules are left alone."""
+    """Let tensors pass a fake quantizer unchanged; for `model.apply`, other modules are left alone."""
     if isinstance(module, FakeQuantizeBase):
         module.disable_fake_quant()
 
 
 def enable_range_learning(module: nn.Module) -> None:
-    """Let a fake-quantizer learn its scale and zero point; for `model.apply`, others are left alone."""
+    """Let a fake quantizer learn its scale and zero point; for `model.apply`, others are left alone."""
     if isinstance(module, LearnableFakeQuantize):
         module.enable_range_learning()
 
 
 def disable_range_learning(module: nn.Module) -> None:
-    """Let a fake-quantizer keep the scale and zero point that it has learned; for `model.apply`."""
+    """Let a fake quantizer keep the scale and zero point that it has learned; for `model.apply`."""
     if isinstance(module, LearnableFakeQuantize):
         module.disable_range_learning()
 

@@ -39,7 +39,7 @@ class ConfigOptions:
     """What users choose of a configuration; the options of a `ConfigFactory`.
 
     Attributes:
-        is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
+        is_qat: for `qompose.prepare_qat_pt2e`: fake quantizers in place of observers.
         is_dynamic: quantize activations when the model runs; outputs stay in float.
         weight_only: quantize weights alone; activations stay in float.
         is_per_channel: give every output channel of a weight its own scale.
