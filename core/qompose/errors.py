@@ -18,6 +18,7 @@ __all__ = [
     "ArtefactError",
     "BackendNotFoundError",
     "CalibrationError",
+    "CheckpointError",
     "CompilationError",
     "ConfigError",
     "ContestedRegionError",
@@ -205,6 +206,19 @@ class CalibrationError(UserError):
 
 class StatisticsError(UserError, ValueError):
     """Calibration statistics cannot be merged, read or applied."""
+
+
+class CheckpointError(UserError):
+    """Weights that were quantized elsewhere cannot be taken as they are.
+
+    Attributes:
+        names: modules, tensors or parameters that the message is about, all of them; none where it is about
+            the checkpoint as a whole.
+    """
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        self.names = tuple(names)
+        super().__init__(message)
 
 
 class BatchError(CalibrationError):
