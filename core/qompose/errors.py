@@ -18,6 +18,7 @@ __all__ = [
     "ArtefactError",
     "BackendNotFoundError",
     "CalibrationError",
+    "CheckpointError",
     "CompilationError",
     "ConfigError",
     "ContestedRegionError",
@@ -207,6 +208,19 @@ class StatisticsError(UserError, ValueError):
     """Calibration statistics cannot be merged, read or applied."""
 
 
+class CheckpointError(UserError):
+    """Weights that were quantized elsewhere cannot be taken as they are.
+
+    Attributes:
+        names: modules, tensors or parameters that the message is about, all of them; none where it is about
+            the checkpoint as a whole.
+    """
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        self.names = tuple(names)
+        super().__init__(message)
+
+
 class BatchError(CalibrationError):
     """One of several batches cannot be used. `reason` says why; `what` names the kind of batch."""
 
@@ -236,10 +250,6 @@ class CompilationError(TargetError):
 
 class ArtefactError(UserError):
     """A model cannot be saved, or a file cannot be loaded; the message says what is wrong with it."""
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be read, or its tensors are not those of the model."""
 
 
 class RequirementError(ArtefactError):

@@ -11,10 +11,11 @@ from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Absorbers, Divided
 from qompose.algorithms.channel_paths import absorbers_of, find_absorbers
-from qompose.algorithms.discovery import load_algorithm
+from qompose.algorithms.checkpoint import Checkpoint
 from qompose.algorithms.equalization import Equalization
 from qompose.algorithms.gptq import GPTQ, SequentialGPTQ, compensated
-from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched
+from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched, load_algorithm
+from qompose.algorithms.packed_layouts import PackedWeight
 from qompose.algorithms.products import (
     InputMoments,
     Inputs,
@@ -47,11 +48,13 @@ __all__ = [
     "Algorithm",
     "Block",
     "Calibrated",
+    "Checkpoint",
     "Divided",
     "InputMoments",
     "Inputs",
     "NotChanged",
     "Operands",
+    "PackedWeight",
     "Rewritten",
     "SequentialGPTQ",
     "SignRound",
@@ -85,6 +88,7 @@ OWN: tuple[Algorithm, ...] = (
     GPTQ(),
     SequentialGPTQ(),
     SignRound(),
+    Checkpoint(),
     BiasCorrection(),
 )
 """qompose's, in the order in which stages ask them; those of other packages come before bias correction."""

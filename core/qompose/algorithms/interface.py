@@ -1,23 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm is: the steps at which stages ask it, and what it may change at each of them."""
+"""What an algorithm is: the steps at which stages ask it, and what it may change at each of them.
+
+A package offers one by the word that configurations ask for, and each fault is kept apart::
+
+    [project.entry-points."qompose.algorithms"]
+    stochastic = "my_package:StochasticRounding"
+
+The value is a subclass of `Algorithm` that needs no arguments, or an object of one.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
 
 import torch
+from importlib_metadata import EntryPoint
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.errors import blaming
+from qompose.backend.discovery import (
+    BROKEN,
+    USABLE,
+    BackendInfo,
+    Health,
+    algorithms,
+    describe_error,
+    import_fault,
+)
+from qompose.entry_points import ALGORITHM_GROUP
+from qompose.errors import ConfigError, PluginError, blaming, near_names
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.input_sums import Columns, watch_means, watch_moments
 from qompose.plan.plan import Group, Rewrite
-from qompose.spec.algorithm_choice import word_of
+from qompose.spec.algorithm_choice import ALGORITHM_WORDS, word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import SYMMETRIC
@@ -65,11 +84,9 @@ class Algorithm:
 
     Attributes:
         word: by which configurations ask for it, in `algorithms=`, and which lines of the report begin with.
-        needs_data: whether it changes nothing without calibration data. What `learns` need not say so.
     """
 
     word: ClassVar[str] = ""
-    needs_data: ClassVar[bool] = False
 
     def is_asked(self, claim: Claim) -> bool:
         """Tell whether a claim asks for it, by its word or as an equal object."""
@@ -246,17 +263,6 @@ class Algorithms:
                 ]
             yield from ((algorithm, number, part) for number, part in parts if part is not None)
 
-    def without_data(self, claims: Sequence[Claim]) -> Counter[str]:
-        """Count by word the claims that ask for what needs calibration data."""
-        learning = [(algorithm.word, number) for algorithm, number, _ in self.learning(claims)]
-        needing = [
-            (algorithm.word, number)
-            for algorithm in self.members
-            for number, claim in enumerate(claims)
-            if algorithm.needs_data and algorithm.is_asked(claim)
-        ]
-        return Counter(word for word, _ in dict.fromkeys((*learning, *needing)))
-
     def learn(self, algorithm: Algorithm, found: Calibrated, block: Block) -> None:
         """Let one of them decide on the weights of a block."""
         for member, blamed in self._each(f"learn {block.name}"):
@@ -285,3 +291,54 @@ class Algorithms:
             asked = any(map(algorithm.is_asked, found.plan.claims))
             if asked and reports_here and not any(algorithm.word in str(line) for line in lines):
                 yield f"{algorithm.word} was requested, but {UNREPORTED}"
+
+
+def load_algorithm(word: str) -> Algorithm:
+    """Import the algorithm that an installed package offers by a word, once per process.
+
+    Raises:
+        ConfigError: no installed package offers it.
+        PluginError: it cannot be imported, or is not an algorithm of that word.
+    """
+    found = {info.name: info for info in algorithms()}
+    if word not in found:
+        hint = near_names(word, [*ALGORITHM_WORDS, *found])
+        raise ConfigError(
+            f"no installed package provides the algorithm {word!r}{hint}. Installed: "
+            f"{', '.join(found) or 'none'}"
+        )
+    outcome = _load(found[word])
+    if isinstance(outcome, str):
+        raise PluginError(word, found[word].source, outcome, found[word].kind)
+    return outcome
+
+
+def check_algorithm(info: BackendInfo) -> Health:
+    """Load a listed algorithm and return whether it can be used."""
+    outcome = _load(info)
+    return Health(BROKEN, outcome) if isinstance(outcome, str) else Health(USABLE)
+
+
+@cache
+def _load(info: BackendInfo) -> Algorithm | str:
+    """Load an algorithm, once; the outcome may be the reason why it cannot be used."""
+    if info.problem is not None:
+        return info.problem
+    if info.name in ALGORITHM_WORDS:
+        return f"{info.name!r} is a built-in algorithm of qompose; choose another name"
+    try:
+        found = EntryPoint(info.name, info.module, ALGORITHM_GROUP).load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a package that exits must not end its host
+        return import_fault(error, info.module, info.distribution)
+    if isinstance(found, type) and issubclass(found, Algorithm):
+        try:
+            found = found()
+        except Exception as error:
+            return f"it cannot be created without arguments: {describe_error(error)}"
+    if not isinstance(found, Algorithm):
+        return f"its entry point is {found!r}, not a qompose.algorithms.Algorithm"
+    if found.word != info.name:
+        return f"its name is {found.word!r}, but its entry point is named {info.name!r}"
+    return found

@@ -215,7 +215,7 @@ def answer(*key: str) -> None:
     if info.kind == "backend":
         health = check_backend(info)
     else:
-        from qompose.algorithms.discovery import check_algorithm
+        from qompose.algorithms.interface import check_algorithm
 
         health = check_algorithm(info)
     results.json(health.to_dict())

@@ -175,15 +175,17 @@ def weight_spec(
     group_size: int | None = None,
     range: str = "minmax",
     symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
 ) -> QuantizationSpec:
     """Return int8 storage with a scale for each output channel, in dimension 0.
 
     Args:
         low, high: the bounds of the integers; -8 and 7 for four bits.
         per_channel: False gives one scale for the whole weight; ignored with `group_size`.
-        group_size: the number of consecutive inputs that share a scale, which is rounded to bfloat16.
+        group_size: the number of consecutive inputs that share a scale, which is rounded to `scale_dtype`.
         range: how the range is estimated, see `weight_observer_for_range`; only "minmax" with `group_size`.
         symmetric: True sets all zero points to 0. False, only with `group_size`, gives each group its own.
+        scale_dtype: the type whose numbers the scales of groups are; they are held as float32.
 
     Raises:
         ConfigError: an option is invalid, or options exclude each other.
@@ -201,7 +203,7 @@ def weight_spec(
             )
         return QuantizationSpec(
             dtype=torch.int8,
-            observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16),
+            observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(scale_dtype=scale_dtype),
             quant_min=low,
             quant_max=high,
             qscheme=torch.per_channel_symmetric if symmetric else torch.per_channel_affine,

@@ -39,23 +39,9 @@ def stored_size(x: Tensor) -> int:
     return x.numel() * x.element_size() if found is None else field_bytes(x.numel(), found[0])
 
 
-_CHUNK: Final = 2**20
-"""How many values are packed at a time, a multiple of 8: temporaries are then small beside a model."""
-
-
 def pack_fields(x: Tensor, low: int, bits: int) -> Tensor:
     """Return integers as fields, in bytes, shape `(field_bytes,)`; the first has the lowest bits."""
-    flat = x.reshape(-1)
-    packed = torch.empty(field_bytes(len(flat), bits), dtype=torch.uint8, device=x.device)
-    for first in range(0, len(flat), _CHUNK):
-        part = _packed(flat[first : first + _CHUNK], low, bits)
-        start = first // 8 * bits
-        packed[start : start + len(part)] = part
-    return packed
-
-
-def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
-    fields = (flat - low).to(torch.uint8)
+    fields = (x.reshape(-1) - low).to(torch.uint8)
     size = field_bytes(len(fields), bits)
     fields = torch.nn.functional.pad(fields, (0, -len(fields) % 8)).view(-1, 8)
     packed = fields.new_zeros(len(fields), bits)  # eight fields fill so many bytes
@@ -64,7 +50,7 @@ def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
         packed[:, byte] |= fields[:, place] << shift
         if shift + bits > 8:  # it goes on in the next byte
             packed[:, byte + 1] |= fields[:, place] >> (8 - shift)
-    return packed.reshape(-1)[:size]
+    return packed.reshape(-1)[:size].clone()
 
 
 def unpack_fields(packed: Tensor, count: int, low: int, bits: int, dtype: torch.dtype) -> Tensor:

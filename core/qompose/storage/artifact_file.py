@@ -19,7 +19,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -42,7 +41,6 @@ from qompose.program.bit_fields import (
     stored_size,
     unpack_fields,
 )
-from qompose.program.disk import do_ahead, kept
 from qompose.program.graph import address_of
 from qompose.storage.json_values import NotStorable
 
@@ -345,20 +343,15 @@ _PACKING = of_type(
 
 def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return how blocks were packed, by name, and the blocks: those that fit as bytes, others as they are."""
-    fields = {name: found for name, block in blocks.items() if (found := fields_of(block))}
-    jobs = {f"packed {n}": partial(_packed, blocks[n], *found) for n, found in fields.items()}
-    do_ahead("packing", jobs, shared=False)
-    facts: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     stored = dict(blocks)
-    for name, (bits, low) in fields.items():
-        packing = _Packing(bits, low, blocks[name].dtype, tuple(blocks[name].shape))
-        facts[name] = _PACKING.write(packing, name)
-        stored[name] = kept(f"packed {name}", jobs[f"packed {name}"])["fields"]
-    return facts, stored
-
-
-def _packed(block: Tensor, bits: int, low: int) -> dict[str, Tensor]:
-    return {"fields": pack_fields(block, low, bits)}
+    for name, block in blocks.items():
+        if (fields := fields_of(block)) is not None:
+            bits, low = fields
+            packing = _Packing(bits, low, block.dtype, tuple(block.shape))
+            found[name] = _PACKING.write(packing, name)
+            stored[name] = pack_fields(block, low, bits)
+    return found, stored
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:

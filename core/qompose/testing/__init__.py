@@ -20,7 +20,7 @@ except ImportError as error:  # pragma: no cover - the tests of this package nee
         'qompose.testing requires pytest; install it with pip install "qompose[testing]"'
     ) from error
 
-from qompose.testing.author_contracts import AlgorithmContract, BackendContract
+from qompose.testing.contracts import AlgorithmContract, BackendContract
 from qompose.testing.fixtures import ContractError
 
 __all__ = ["AlgorithmContract", "BackendContract", "ContractError"]

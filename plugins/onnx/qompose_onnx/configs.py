@@ -25,7 +25,11 @@ NARROW: Final = (-64, 63)
 
 def _factory(dtype: torch.dtype) -> kit.ConfigFactory:
     info = torch.iinfo(dtype)
-    return kit.ConfigFactory(activation=(dtype, info.min, info.max), group_sizes=GROUP_SIZES)
+    return kit.ConfigFactory(
+        activation=(dtype, info.min, info.max),
+        group_sizes=GROUP_SIZES,
+        scale_dtypes=(torch.bfloat16, torch.float32),
+    )
 
 
 _FACTORIES: Final[Mapping[str, kit.ConfigFactory]] = MappingProxyType(

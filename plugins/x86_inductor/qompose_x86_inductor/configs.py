@@ -34,6 +34,7 @@ def get_default_x86_inductor_quantization_config(
     weight_qmax: int | None = None,
     group_size: int | None = None,
     symmetric: bool | None = None,
+    scale_dtype: torch.dtype | None = None,
     per_token: bool = False,
     isa: str | None = None,
     attention: bool = False,
@@ -58,6 +59,7 @@ def get_default_x86_inductor_quantization_config(
             and 1, kernels hold four bits with groups and eight without; a file holds three or two.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
             bfloat16. For linear, with weights alone or with `per_token`.
+        scale_dtype: torch.float32 leaves scales of groups as they are, in twice the bytes.
         symmetric: True leaves groups without zero points. Else each has one, in a byte more, so that its
             integers cover the range of its values and no more. Other weights never have any.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
@@ -104,6 +106,7 @@ def get_default_x86_inductor_quantization_config(
         group_sizes=GROUP_SIZES,
         group_modes=("weight-only", "dynamic"),
         symmetric_groups=False,
+        scale_dtypes=(torch.bfloat16, torch.float32),
         head=_head,
     )
     return make(
@@ -115,6 +118,7 @@ def get_default_x86_inductor_quantization_config(
         weight_qmax=weight_qmax,
         group_size=group_size,
         symmetric=symmetric,
+        scale_dtype=scale_dtype,
         per_token=per_token,
         range=range,
         weight_range=weight_range,

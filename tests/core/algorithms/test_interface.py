@@ -24,8 +24,7 @@ from qompose.algorithms import (
 )
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors
-from qompose.algorithms.discovery import check_algorithm
-from qompose.algorithms.interface import Algorithm, Rewritten, Watched
+from qompose.algorithms.interface import Algorithm, Rewritten, Watched, check_algorithm
 from qompose.backend.discovery import algorithms
 from qompose.cli.inspection import check_apart
 from qompose.cli.main import main

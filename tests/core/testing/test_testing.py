@@ -15,11 +15,11 @@ import pytest
 import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse, TensorConstraint
 from qompose.backend.discovery import RESTRICT_VARIABLE
-from qompose.testing.author_contracts import BackendContract
 from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.checks_kernel import accepts
 from qompose.testing.checks_rule import converts
 from qompose.testing.contract import Contract, names_of_tests, parameters
+from qompose.testing.contracts import BackendContract
 from qompose.testing.fixtures import (
     Blocked,
     ContractError,

@@ -49,6 +49,7 @@ class ConfigOptions:
         weight_qmin, weight_qmax: bounds of the weights' integers. None: those of `bits`, or of the factory.
         group_size: give every `group_size` weights in a row a scale of their own.
         symmetric: whether all zero points of weights are 0. False is for groups alone; None: what is usual.
+        scale_dtype: the type to which scales of groups are rounded. None: what is usual.
         range, weight_range: how ranges are estimated (`qompose.observers.observer_for_range`,
             `qompose.observers.weight_observer_for_range`).
         balance: give channels of very different size factors of their own; with static activations.
@@ -72,6 +73,7 @@ class ConfigOptions:
     weight_qmax: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    scale_dtype: torch.dtype | None = None
     range: str = DEFAULT_RANGE
     weight_range: str = "minmax"
     balance: bool = True
@@ -125,6 +127,7 @@ class ConfigFactory:
         group_sizes: the sizes of groups that the kernels read.
         group_modes: the modes in which they do.
         symmetric_groups: whether groups usually have no zero points.
+        scale_dtypes: the types of scales of groups that the kernels read, the usual one first.
         head: returns what a name begins with, of the options and the bits of the weights; other options
             follow it where they are not usual.
     """
@@ -135,6 +138,7 @@ class ConfigFactory:
     group_sizes: tuple[int, ...] = ()
     group_modes: tuple[str, ...] = (WEIGHT_ONLY,)
     symmetric_groups: bool = True
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     head: Callable[[ConfigOptions, int], str] | None = None
 
     def __call__(self, **options: Any) -> QuantizationConfig:
@@ -153,6 +157,7 @@ class ConfigFactory:
             group_size=chosen.group_size,
             range=chosen.weight_range,
             symmetric=self._is_symmetric(chosen),
+            scale_dtype=chosen.scale_dtype or self.scale_dtypes[0],
         )
         _check_sides(*self._bounds(chosen))
         config = QuantizationConfig(
@@ -207,6 +212,7 @@ class ConfigFactory:
             )
         if size is not None and size not in self.group_sizes:
             raise ConfigError(self._no_such_group(size))
+        self._check_scales(chosen)
         unused = ", ".join(self._of_no_effect(chosen))
         if unused and chosen.weight_only:
             raise ConfigError(
@@ -222,6 +228,16 @@ class ConfigFactory:
         if not self.group_sizes:
             return f"group_size={size} is not supported by this backend; leave it out"
         return f"group_size must be one of {', '.join(map(str, self.group_sizes))}, got {size}"
+
+    def _check_scales(self, chosen: ConfigOptions) -> None:
+        """Refuse types of scales that no kernel reads, or where there are no groups."""
+        if chosen.scale_dtype is None:
+            return
+        if chosen.group_size is None:
+            raise ConfigError(f"scale_dtype={chosen.scale_dtype} requires group_size")
+        if chosen.scale_dtype not in self.scale_dtypes:
+            known = ", ".join(map(str, self.scale_dtypes))
+            raise ConfigError(f"scale_dtype must be one of {known}, got {chosen.scale_dtype!r}")
 
     def _of_no_effect(self, chosen: ConfigOptions) -> Iterator[str]:
         _, low, high = self.activation
@@ -243,6 +259,11 @@ class ConfigFactory:
             ("activations", given, given != [*dtype_bounds]),
             ("weights", [*bounds], bits == 8 and (grouped or bounds != self.weight)),
             ("weights", kind, grouped and self._is_symmetric(chosen) != self.symmetric_groups),
+            (
+                "scales",
+                str(chosen.scale_dtype).removeprefix("torch."),
+                chosen.scale_dtype not in (None, self.scale_dtypes[0]),
+            ),
             ("range", chosen.range, chosen.range != DEFAULT_RANGE),
             ("weight range", chosen.weight_range, chosen.weight_range != "minmax"),
             ("balance", chosen.balance, not chosen.balance),

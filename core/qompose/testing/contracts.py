@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What authors subclass: contracts whose tests pytest generates from a rule table, or from weights."""
+"""The contracts, whose tests pytest generates.
+
+Those of a backend come from its rule table, those of an algorithm from the weights of installed backends.
+"""
 
 from __future__ import annotations
 
