@@ -40,7 +40,8 @@ class Decoder:
     """The methods of a decoder for one sequence, and what its cache holds.
 
     Attributes:
-        methods: "prefill", of `width` tokens at a time, and "decode", of one.
+        methods: "prefill", of `width` tokens at a time, and "decode", of one; of an ExecuTorch program, the
+            `run` of each.
         context: how many tokens the cache has room for.
         held: the tokens that are in it.
     """

@@ -161,15 +161,15 @@ class Checkpoint(Algorithm):
             ignore: patterns, as in a shell, of tensors that the model does not need.
 
         Raises:
-            CheckpointError: a tensor has no place in the model, or another shape; the model needs one that
-                is not there, or is on the meta device; or a pattern matches nothing.
+            CheckpointError: a tensor has no place in the model, or another shape; integers are not of an
+                `nn.Linear`; the model needs a tensor that is not there, or is on the meta device; or a
+                pattern matches nothing.
         """
-        state = model.state_dict(keep_vars=True)
-        plan = _Plan(self, state, self._ignored(ignore))
+        plan = _Plan(self, model, self._ignored(ignore))
         plan.check()
         with torch.no_grad():
             for name, value in plan.values():
-                state[name].copy_(value)
+                plan.state[name].copy_(value)
 
     def correct(self, found: Calibrated) -> None:
         """Give weights their integers, scales and zero points.
@@ -252,16 +252,27 @@ class _Plan:
     """Which tensors of a checkpoint go where in the state of a model."""
 
     checkpoint: Checkpoint
-    state: Mapping[str, Tensor]
+    model: nn.Module
     ignored: frozenset[str]
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """Return the parameters and persistent buffers of the model, by all their names."""
+        return self.model.state_dict(keep_vars=True)
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """Return the modules whose weights have a place in the model."""
+        marker = self.checkpoint._layout.needed[0]
+        return sorted(m for m in self.checkpoint.modules if f"{m}.{marker}" not in self.ignored)
 
     @cached_property
     def floats(self) -> list[str]:
         """Return the tensors that are stored as they are."""
         layout, modules = self.checkpoint._layout, self.checkpoint.modules
-        packed = {f"{module}.{part}" for module in modules for part in layout.parts}
-        names = (n for n in self.checkpoint._files if n not in packed | self.ignored)
-        return sorted(name for name in names if not self._adds_nothing(name))
+        left_out = {f"{m}.{part}" for m in modules for part in layout.parts} | self.ignored
+        names = sorted(name for name in self.checkpoint._files if name not in left_out)
+        return [name for name in names if not self._adds_nothing(name)]
 
     def _adds_nothing(self, name: str) -> bool:
         """Tell whether a tensor is a bias of zeros that the model's linear does not have."""
@@ -271,21 +282,33 @@ class _Plan:
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, by the names that they have in the model, one at a time."""
-        for module in sorted(self.checkpoint.modules):
-            if f"{module}.weight" not in self.ignored:
-                yield f"{module}.weight", self.checkpoint.weight(module).values()
+        for module in self.modules:
+            yield f"{module}.weight", self.checkpoint.weight(module).values()
         for name in self.floats:
             yield name, self.checkpoint._read([name])[name]
 
+    def _shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """Yield the shapes of all tensors, each of which can be read."""
+        for module in self.modules:
+            yield f"{module}.weight", self.checkpoint.weight(module).integers.shape
+        for name in self.floats:
+            yield name, self.checkpoint._read([name])[name].shape
+
     def check(self) -> None:
         """Read everything once, so that nothing is wrong when the first tensor is written."""
-        shapes = {name: value.shape for name, value in self.values()}
+        shapes = dict(self._shapes())
         filled = {_identity(self.state[name]) for name in shapes if name in self.state}
         self._refuse("has no place in the model for", set(shapes) - set(self.state))
         lacking = {n for n, value in self.state.items() if _identity(value) not in filled}
         self._refuse("does not have", lacking)
         other = {name for name, shape in shapes.items() if self.state[name].shape != shape}
         self._refuse("has other shapes than the model of", other)
+        linears = {
+            n
+            for n, module in self.model.named_modules(remove_duplicate=False)
+            if isinstance(module, nn.Linear)
+        }
+        self._refuse("has, of what is no nn.Linear,", set(self.modules) - linears)
         self._refuse("has several values for what the model has once:", self._several(shapes))
         meta = {name for name in shapes if self.state[name].is_meta}
         self._refuse("cannot fill, because they are on the meta device (model.to_empty),", meta)

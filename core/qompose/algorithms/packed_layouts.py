@@ -61,7 +61,8 @@ class PackedWeight:
     def values(self) -> Tensor:
         """Return what the integers stand for, float32 `(out, in)`."""
         grouped = self.integers.view(*self.scale.shape, -1).float()
-        return ((grouped - self.zero_point[..., None]) * self.scale[..., None]).flatten(1)
+        grouped.sub_(self.zero_point[..., None].float()).mul_(self.scale[..., None])
+        return grouped.flatten(1)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _decode_gptq(tensors: Tensors, *, bits: int, size: int | None, less: bool) -
             f"qzeros has fields of {2**bits - 1}, which some runtimes take for the zero point 0 and others "
             f"for {2**bits}; save it as 'gptq_v2'"
         )
-    zeros = zeros + int(less)
+    zeros = zeros.long() + int(less)
     return _weight(
         integers.t(), _scales(tensors, "scales").t(), zeros.t(), bits, size, tensors.get("g_idx")
     )
@@ -237,7 +238,7 @@ def _decode_compressed(tensors: Tensors, *, bits: int) -> PackedWeight:
 def _fields(
     tensors: Tensors, name: str, bits: int, dim: int, places: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the unsigned fields of a tensor's words, int16, one after another along a dimension.
+    """Return the unsigned fields of a tensor's words, uint8, one after another along a dimension.
 
     Args:
         places: which field is to come first, second, ... of each word.
@@ -249,7 +250,7 @@ def _fields(
         )
     mask = 2**bits - 1
     order = range(_WORD // bits) if places is None else places
-    fields = [(words >> bits * place & mask).to(torch.int16) for place in order]
+    fields = [(words >> bits * place & mask).to(torch.uint8) for place in order]
     return torch.stack(fields, dim + 1).flatten(dim, dim + 1)
 
 
@@ -289,7 +290,7 @@ def _weight(
         scale, zeros = scale[:, order], zeros[:, order]
     middle = 2 ** (bits - 1)
     return PackedWeight(
-        (integers - middle).to(torch.int8).contiguous(),
+        (integers.contiguous() - middle).view(torch.int8),  # modulo 256, so that the sign is right
         scale.contiguous(),
         (zeros.long() - middle).contiguous(),
         bits,

@@ -206,6 +206,14 @@ def test_other_layouts_are_refused(case: str, tmp_path: Path) -> None:
         Checkpoint(str(path)).modules  # noqa: B018
 
 
+class Transposed(nn.Module):
+    """A product whose weight may have the shape of a linear's, and other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(96, 32))
+
+
 def _model(change: Callable[[Net], None]) -> Net:
     model = Net()
     change(model)
@@ -216,6 +224,7 @@ MISPLACED: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     "no place": (lambda m: delattr(m, "head"), {"head.weight", "head.bias"}),
     "missing": (lambda m: setattr(m, "more", nn.Linear(2, 2)), {"more.weight", "more.bias"}),
     "another shape": (lambda m: setattr(m, "head", nn.Linear(9, 8)), {"head.weight"}),
+    "no linear": (lambda m: setattr(m, "second", Transposed()), {"second"}),
     "meta": (
         lambda m: m.to("meta"), {"first.weight", "second.weight", *FLOATS},
     ),
@@ -242,6 +251,10 @@ def test_tensors_can_be_left_out_by_name(tmp_path: Path) -> None:
         checkpoint.load_into(Net())
     assert caught.value.names == ("rotary.inv_freq",)
     checkpoint.load_into(Net(), ignore=["*.inv_freq"])
+    smaller = Net()
+    del smaller.second  # a module with integers, too
+    checkpoint.load_into(smaller, ignore=["*.inv_freq", "second.*"])
+    assert torch.equal(smaller.first.weight, weights()["first"].values)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load_into(Net(), ignore=["*.inv_freq", "*.inv_frequency"])
     assert caught.value.names == ("*.inv_frequency",)
