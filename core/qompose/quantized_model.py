@@ -226,7 +226,7 @@ def _example_call(
             f"arguments, got {example_inputs!r}"
         ) from None
     if twice := sorted(keywords.keys() & (kwargs or {}).keys()):
-        raise UserError(f"{', '.join(twice)} is in both example_inputs and kwargs")
+        raise UserError(f"given in both example_inputs and kwargs: {', '.join(twice)}")
     keywords |= kwargs or {}
     try:
         signature(model.forward).bind(*args, **keywords)

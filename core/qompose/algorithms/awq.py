@@ -162,7 +162,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     if not gain >= needed:  # NaN neither
         raise NotChanged(
             "the best factors reduce the squared error on held-out calibration data only "
-            f"{gain:.2f}x, at least {needed}x is required"
+            f"{gain:.2f}x; at least {needed}x is required"
         )
     how = who_divides(absorbers.parameters if absorbers else (), found.nodes)
     effect = (

@@ -181,7 +181,7 @@ class GPTQ(Algorithm):
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
-                f"the squared error on held-out calibration data is reduced only {gain:.2f}x, at "
+                f"the squared error on held-out calibration data is reduced only {gain:.2f}x; at "
                 f"least {_NEEDED}x is required"
             )
         q, integers = _integers(reader, q, inputs, form, together)

@@ -558,7 +558,7 @@ def check_own_scales(found: Calibrated, number: int) -> None:
     if not known or type(found.observers[number]) is not kind:
         raise NotChanged("its observer does not use the min/max range")
     if any(number in group.depends_on for group in plan.groups):
-        raise NotChanged("quantization parameters of other tensors are derived from it")
+        raise NotChanged("quantization parameters of other tensors are derived from the weight")
     if not found.factors.constant(plan.groups[number].points[0].source).numel():
         raise NotChanged("it is empty")
     if len({point.source for point in plan.groups[number].points}) > 1:
@@ -634,13 +634,13 @@ def _sample(observer: Any, dim: int) -> RowSample:
         raise NotChanged("its input has no sampled rows (range='auto' records them)")
     if isinstance(inner, AutoRangeObserver) and not inner.readers:
         raise NotChanged(
-            "its range is shared by tensors of several producers, so its own rows were not sampled"
+            "no rows of its input were sampled: its range is shared or its channel size is dynamic"
         )
     if kept != dim or not sample.seen:
         raise NotKnown("no rows of its input were sampled")
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
         raise NotChanged(
-            f"calibration saw {sample.examples} distinct examples of its input, at least "
+            f"calibration saw {sample.examples} distinct examples of its input; at least "
             f"{FEWEST_EXAMPLES} are required"
         )
     return sample

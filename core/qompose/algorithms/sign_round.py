@@ -136,7 +136,7 @@ class SignRound(Algorithm):
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
                 f"the squared error of {block.name} on held-out calibration data is reduced only "
-                f"{gain:.2f}x, at least {_NEEDED}x is required"
+                f"{gain:.2f}x; at least {_NEEDED}x is required"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
@@ -272,7 +272,7 @@ class _Data:
         )
         if len(different) < FEWEST_EXAMPLES:
             raise NotChanged(
-                f"calibration saw {len(different)} distinct examples, at least {FEWEST_EXAMPLES} "
+                f"calibration saw {len(different)} distinct examples; at least {FEWEST_EXAMPLES} "
                 "are required"
             )
         apart = torch.tensor(different[::_HELD_BACK])

@@ -134,8 +134,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     )
     if factors is None:
         raise _NotSmoothed(
-            f"no factors reduce the squared error on held-out calibration data {needed}x, or "
-            "fewer than 32 rows of it are available"
+            "no factors reduce the squared error on held-out calibration data at least "
+            f"{needed}x, or fewer than 32 rows of it are available"
         )
     return factors
 
@@ -258,7 +258,7 @@ class _Placing:
         if spec.dtype in CASTS or not _is_ours(spec):
             raise _NotSmoothed("its observer is not from qompose")
         if spec.block_size not in (None, (-1,)):
-            raise _NotSmoothed("it has one scale per image, which its sampled rows do not cover")
+            raise _NotSmoothed("it has one scale per image; expected one per tensor or per token")
 
     def _check_weight(self, claim: Claim, group: Group) -> None:
         product = claim.product
@@ -283,7 +283,7 @@ class _Placing:
             raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
         if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
             raise _NotSmoothed(
-                f"{weight.target} has scales along a dimension other than its output channels"
+                f"{weight.target} needs scales per tensor or output channel from a qompose observer"
             )
 
 

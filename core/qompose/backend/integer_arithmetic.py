@@ -206,7 +206,7 @@ def averaged(x: Integers, count: int, operator: Any, *rest: Any) -> Sum:
     """
     if x.peak() * count >= EXACT[torch.float64]:
         raise OverflowError(
-            f"a sum of {count} integers may exceed the integers that float64 represents exactly"
+            f"a sum of {count} integers may be too large for float64 to represent exactly"
         )
     total = _to(_call(operator, _to(x.centred(), torch.float64), *rest), torch.int64)
     return Sum(((total, over(x.grid.scale, float(count))),))

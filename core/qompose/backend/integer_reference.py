@@ -121,7 +121,7 @@ def _move(site: Site) -> Sum:
     sources = {a: site.integers(a) for a in site.node.all_input_nodes if is_float_tensor(a)}
     first, *others = sources.values()
     if not all(integer_arithmetic.same_grid(first.grid, other.grid) for other in others):
-        raise NotLowerable("its inputs have different scales or zero points")
+        raise NotLowerable("its inputs have different quantization parameters")
 
     def operand(node: Node) -> Any:
         return sources[node].values if node in sources else site.emitter.proxied(node)
@@ -137,7 +137,7 @@ def _mean(site: Site) -> Sum:
     keepdim, dtype = site.arguments["keepdim"], site.arguments["dtype"]
     shape = value_of(site.arguments["self"]).shape
     if not dims or dtype not in (None, torch.float32):
-        raise NotLowerable("it is a mean over all elements, or in another dtype")
+        raise NotLowerable("it is a mean over all elements, or its dtype is not float32")
     count = math.prod(shape[dim] for dim in dims)
     if not isinstance(count, int) or count == 0:
         raise NotLowerable("the number of values it averages is zero or unknown until run time")
@@ -148,7 +148,7 @@ def _adaptive_average(site: Site) -> Sum:
     x, size = site.integers(site.arguments["self"]), list(site.arguments["output_size"])
     count = math.prod(value_of(site.arguments["self"]).shape[-2:])
     if any(n != 1 for n in size) or not isinstance(count, int) or count == 0:
-        raise NotLowerable(f"it pools to {size}, or its input has an unknown size")
+        raise NotLowerable(f"its output size {size} is not [1, 1], or its input size is unknown")
     return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, [-2, -1], True)
 
 
@@ -255,7 +255,7 @@ class Site:
             tensor.scales.double(), axis, shape, transposed=transposed, groups=groups
         )
         if scale is None:
-            raise NotLowerable(f"it sums over dimension {axis}, which has several scales")
+            raise NotLowerable(f"it sums over weight dimension {axis}, which has several scales")
         if tensor.zero_point is not None and tensor.zero_points.is_floating_point():
             raise NotLowerable("its weight has non-integer zero points")
         return self._holding(tensor, scale, _zero_point(tensor, along(axis, len(shape))))

@@ -142,7 +142,7 @@ class Region:
         found = self._nodes.get(self._captures.get(name, ""))
         if found is None:
             names = sorted(name for name, node in self._captures.items() if node in self._nodes)
-            raise self._fault(f"no operator {name!r}; the region has {', '.join(names)}")
+            raise self._fault(f"operator {name!r}; the region has {', '.join(names)}")
         return found
 
     @property
@@ -163,7 +163,7 @@ class Region:
         found = [o.read_by(self._nodes[o.user]) for o in self.claim.operands if o.role == role]
         if not found:
             roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
-            raise self._fault(f"no tensor {role!r}; the region has the inputs {roles} and 'output'")
+            raise self._fault(f"tensor {role!r}; the region has the inputs {roles} and 'output'")
         return found
 
     def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
@@ -225,7 +225,7 @@ class Region:
         node = self.node(name)
         known = arguments_of(node)
         if argument not in known:
-            raise self._fault(f"no argument {argument!r} in {node.target._schema}")  # type: ignore[union-attr]
+            raise self._fault(f"argument {argument!r} of {node.target._schema}")  # type: ignore[union-attr]
         return known[argument]
 
     def _fault(self, missing: str) -> ConfigError:
@@ -402,14 +402,14 @@ def on_integers(region: Region) -> Node:
     output = region.output
     node = region.output_node
     if node.target not in SCALE_PRESERVING:
-        raise NotLowerable(f"{node.target} computes values that its inputs do not have")
+        raise NotLowerable(f"{node.target} is not a scale-preserving operator")
     if output is None:
         raise NotLowerable("its output is not quantized")
     if output.dtype in NOT_ON_INTEGERS.get(node.target, ()):
         raise NotLowerable(f"torch does not support {node.target} for {output.dtype}")
     sources = {a: dequantized(a) for a in node.all_input_nodes if qdq.is_dequantize(a)}
     if not sources or any(source.qparams != output.qparams for source in sources.values()):
-        raise NotLowerable("its input and output have different scales or zero points")
+        raise NotLowerable("its input and output have different quantization parameters")
     if node.target in _RELU:  # zero is where the zero point is
         (source,) = sources.values()
         return region.call(

@@ -62,7 +62,7 @@ class Match:
         """
         node = self.node(name)
         if node is None or node not in self.nodes:
-            raise ConfigError(f"this match has no operator {name!r}. Operators: {self.nodes}")
+            raise ConfigError(f"this match has no operator {name!r}. Names: {[*self.captures]}")
         known = arguments_of(node)
         if argument not in known:
             raise ConfigError(f"{node.name} has no argument {argument!r}. Arguments: {[*known]}")

@@ -88,7 +88,7 @@ class TensorConstraint:
         for name in ("dtypes", "qschemes"):
             given: Any = getattr(self, name)
             if not isinstance(given, (set, frozenset, tuple, list)) or not given:
-                raise ConfigError(f"{name} must be a set of {name}, got {given!r}")
+                raise ConfigError(f"{name} must be a non-empty set of {name}, got {given!r}")
             object.__setattr__(self, name, frozenset(given))
         if self.block_sizes is not None:
             object.__setattr__(self, "block_sizes", frozenset(map(tuple, self.block_sizes)))

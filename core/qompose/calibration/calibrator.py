@@ -485,8 +485,8 @@ class _ResumeFile:
     def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
         if left_out := statistics(prepared).left_out:
             raise StatisticsError(
-                f"resume= requires observers whose statistics can be saved; {'; '.join(left_out)} "
-                "come from other packages"
+                "resume= requires observers whose statistics can be saved; the observers of "
+                f"{'; '.join(left_out)} come from other packages"
             )
         check_kind(path)
         if not path.parent.is_dir():

@@ -103,7 +103,7 @@ def learn(
         learning = algorithms_of(plan.claims).learning(plan.claims)
         words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
-            f"{words} cannot be calibrated part by part: the program writes to its buffers "
+            f"{words} cannot learn part by part: the program writes to its buffers "
             f"({', '.join(written)}), so the result for a batch depends on earlier batches. "
             f"Remove {words} from algorithms="
         )

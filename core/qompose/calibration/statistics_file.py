@@ -241,7 +241,7 @@ def range_of(low: Any, high: Any) -> tuple[float, float]:
     ends = torch.tensor([float(low), float(high)], dtype=torch.float32)
     if not bool(torch.isfinite(ends).all() & (ends[0] < ends[1])):
         raise StatisticsError(
-            f"a range must be two finite numbers, the first one smaller, got [{low}, {high}]"
+            f"a range must be two finite numbers in increasing order, got [{low}, {high}]"
         )
     return float(low), float(high)
 

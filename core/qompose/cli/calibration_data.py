@@ -260,7 +260,7 @@ def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
     known = {tensor.name for tensor in inputs.tensors}
     if not known:
         raise CalibrationError(
-            f"{path}: the program has no tensor inputs, so it needs no data; remove --calibration"
+            f"{path}: the program has no tensor inputs; quantize it without --calibration"
         )
     if isinstance(data, Tensor):
         if len(known) != 1:
@@ -331,7 +331,7 @@ def _cut(
     if count == 0 or not _is_taken(min(count, size), inputs):
         raise CalibrationError(
             f"{path}: {count} samples in batches of {size} do not fit the program, which expects "
-            f"{inputs}. Set the batch size with --batch-size"
+            f"{inputs}. Provide more samples or a different --batch-size"
         )
     for start in range(0, count, size):
         stop = min(start + size, count)

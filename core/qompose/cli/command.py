@@ -234,7 +234,7 @@ def check_place(path: Path, read: Collection[Path]) -> None:
     if not place.parent.is_dir():
         raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
     if place in read:
-        raise UserError(f"{path} is an input and would be overwritten; choose another --output")
+        raise UserError(f"{path} is an input and would be overwritten; choose another file")
 
 
 def print_report(found: Report, options: Namespace, results: Results) -> None:

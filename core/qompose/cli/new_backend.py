@@ -119,7 +119,7 @@ def _check(name: str) -> None:
     for point in entry_points(group=GROUP):
         if point.name.replace("-", "_") == name.replace("-", "_"):
             raise ProjectError(
-                f"A backend {point.name!r} is already installed by "
+                f"a backend {point.name!r} is already installed by "
                 f"{metadata_field(point.dist, 'name')}; choose another name or uninstall it"
             )
 

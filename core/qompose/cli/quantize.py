@@ -119,7 +119,7 @@ def _check_files(options: Namespace, output: Path) -> None:
         raise UserError(f"--html and another option name the same file, {options.html}")
     if options.lowered and options.target == "torch":
         raise UserError(
-            "The target 'torch' runs in process and has no program file. Remove --lowered or "
+            "the target 'torch' runs in process and has no program file. Remove --lowered or "
             "choose another --target. In Python, qompose.lower(qompose.load(FILE)) returns the "
             "model to run."
         )
@@ -148,7 +148,7 @@ def _write(
 
     if options.lowered is not None and not callable(getattr(lowered, "save", None)):
         raise UserError(
-            f"This target has no program file ({type(lowered).__name__}); remove --lowered"
+            f"this target has no program file ({type(lowered).__name__}); remove --lowered"
         )
     files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
     files += [(options.html, found.save)] if options.html else []
@@ -235,7 +235,7 @@ def _calibrated(options: Namespace) -> GraphModule:
     from qompose.storage.pt2_archive import load_program
 
     if options.model is None or not (options.backend or options.config):
-        raise UserError("pass a program and --backend or --config, or files to --merge")
+        raise UserError("pass a program with --backend or --config, or statistics with --merge")
     if not options.calibration:
         raise UserError("--calibration FILE is required")
     quantizer = chosen_quantizer(options)

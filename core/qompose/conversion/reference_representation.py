@@ -114,7 +114,7 @@ class _Rewriter:
         name, build = REFERENCES[node.target]
         arguments = arguments_of(node)
         if node.target._schema.is_mutable and len(next(iter(arguments.values())).users) > 1:  # type: ignore[union-attr]
-            raise NotLowerable("it modifies a value in place that other operators read")
+            raise NotLowerable("it modifies in place a value that other operators read")
         total, output = build(Site(node, arguments, self.emitter, self.sums)), node
         follower = None if total.is_clamped else _activation(node)
         if follower is not None:

@@ -86,7 +86,7 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
                 "a configuration without is_qat"
             )
         if not isinstance(name, str) or not name or name == AS_IT_IS:
-            raise UserError(f"choice names must be strings other than {AS_IT_IS!r}, got {name!r}")
+            raise UserError(f"choice names must be strings, not '' or {AS_IT_IS!r}, got {name!r}")
     again = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if again:
         raise UserError(f"two choices are named {again[0]!r}; pass a mapping with distinct names")

@@ -172,7 +172,7 @@ def _name_of(
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"{said} occurs in several subgraphs of the program: {', '.join(found)}")
+        raise ConfigError(f"{said} occurs in several subgraphs; pass one of {', '.join(found)}")
     raise ConfigError(f"the program has no {said}")
 
 

@@ -148,7 +148,7 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
             "converted belongs to another program or has other parameters; pass the model "
-            "that was lowered"
+            "that was given to lower"
         )
     return side.graph
 
@@ -347,9 +347,9 @@ class OutputTable:
         wanted, found = (whole(*args, **kwargs) for whole in self._whole)
         if [v.shape for v in wanted] != [v.shape for v in found]:
             shapes = " and ".join(str([list(v.shape) for v in part]) for part in (wanted, found))
-            raise CalibrationError(f"the programs return floats of different shapes: {shapes}")
+            raise CalibrationError(f"the float outputs of the programs differ in shape: {shapes}")
         if not wanted:
-            raise UserError("the programs return no floats to compare")
+            raise UserError("the programs return no float tensors to compare")
         self._tallies = self._tallies or [Tally(None) for _ in wanted]
         for tally, reference, other in zip(self._tallies, wanted, found, strict=True):
             tally.add(reference, other, self._metrics)

@@ -146,8 +146,8 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
         return run
     if lost := own.keys() - {*run.get_constant_fqns()}:
         raise CompilationError(
-            f"AOTInductor folded {', '.join(sorted(lost))} into a constant, but the program "
-            'mutates it. Use mode="default", or pass the state in and out as arguments and '
+            f"AOTInductor folded mutated buffers into constants: {', '.join(sorted(lost))}. "
+            'Use mode="default", or pass the state in and out as arguments and '
             "results."
         )
     if name == ONLY:
@@ -241,8 +241,8 @@ def _check_reads(part: Part) -> None:
     """Raise CompilationError where torch would compute with a buffer's initial value in all calls (2.13)."""
     if read := sorted(read_before_written(part.graph.graph)):
         raise CompilationError(
-            "AOTInductor turns buffers that are read before they are written into constants: "
-            f'{", ".join(read)}. Use mode="default", write first, or pass the state in and '
+            "AOTInductor makes constants of buffers that are read before they are written: "
+            f'{", ".join(read)}. Use mode="default", write them first, or pass the state in and '
             "out as arguments and results."
         )
 
@@ -276,7 +276,7 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
         raise CompilationError(
             "A package cannot contain operators from outside torch:\n"
             f"{listed}\n"
-            'Use mode="default" to compile for this process, or leave these operators in '
+            'Use mode="default" to compile for this process, or leave the claimed operators in '
             "float."
         )
 

@@ -183,7 +183,7 @@ def compile_lowered(
             record = _lowered_record(method)
     if ONLY in methods and record.methods and record.state:
         raise UserError(
-            "this method writes to state that it shares with the methods "
+            "this method writes to state that is shared by the methods "
             f"{', '.join(record.methods)}; compile them together by passing the result of "
             "lower to compile_lowered"
         )

@@ -254,7 +254,7 @@ def training_config(
     if config.algorithms:
         raise ConfigError(
             f"algorithms={config.algorithms} cannot be combined with training, which adapts "
-            "the weights; remove it"
+            "the weights; remove algorithms="
         )
     return replace(
         config,
@@ -296,7 +296,7 @@ def _trained(spec: Any, learned: bool) -> Any:
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
             f"{kind.__name__} searches for its range, which is too slow for training. Use the "
-            'default, "minmax", "moving_average", or learned scales'
+            'default, "minmax", "moving_average" (activations only), or fake_quantize="learned"'
         )
     return replace(spec, observer_or_fake_quant_ctr=ObserverFactory(made, (("observer", factory),)))
 
@@ -452,8 +452,8 @@ def _write_algorithm(choice: Any, path: str) -> Any:
     kind = algorithm_class(word, path)
     if type(choice) is not kind:
         raise ConfigError(
-            f"{path} is {choice!r}, which cannot be saved: the package that provides {word!r} "
-            f"has {kind.__name__} for it"
+            f"{path} is {choice!r}, which cannot be saved: the name {word!r} stands for "
+            f"{kind.__name__}"
         )
     return {word: _options_of(kind, path).write(choice, f"{path}.{word}")}
 

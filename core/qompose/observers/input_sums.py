@@ -140,7 +140,7 @@ class MeanObserver(_SumObserver):
         """
         if means.total.shape != self.total.shape:
             raise StatisticsError(
-                f"the statistics have means of {len(means.total)} channels, the observer has "
+                f"the statistics have means of {len(means.total)} channels, expected "
                 f"{len(self.total)}"
             )
         self.total = means.total.clone()

@@ -122,7 +122,7 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
         raise ConfigError(f"its observer {kind} has no calculate_qparams")
     if isinstance(observer, Observer):
         if observer.per_channel and spec.qscheme not in PER_CHANNEL:
-            raise ConfigError(f"{kind} does not estimate {describe_spec(spec)}")
+            raise ConfigError(f"{kind} requires a per-channel qscheme, got {describe_spec(spec)}")
         return
     dtype = getattr(observer, "dtype", spec.dtype)
     if _UNDERLYING.get(dtype, dtype) != spec.dtype:

@@ -191,7 +191,7 @@ def _check_same(
             problem = f"different initial values in {method!r} and {other!r}"
     if problem:
         raise UserError(
-            f"methods share the buffers they write to by name, but {path!r} has {problem}. "
+            f"methods share by name the buffers they write to, but {path!r} has {problem}. "
             "Export all methods from one module before running any of them, or give the "
             "buffers different names"
         )

@@ -91,7 +91,7 @@ def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> N
         if count != counts[first]:
             raise SharingError(
                 f"{solver.who(first)} and {solver.who(point)} share quantization parameters "
-                f"({describe_spec(group.spec)}), but have {counts[first]} and {count} of them"
+                f"({describe_spec(group.spec)}), but need scale shapes {counts[first]} and {count}"
             )
 
 
@@ -151,8 +151,8 @@ class _Solver:
             raise SharingError(
                 f"conflicting specifications for {self.who(spec.point)}: "
                 f"{describe_spec(earlier.spec)}, but {self.claims[number].owner}, rule "
-                f"{self.claims[number].rule}, requires {describe_spec(spec.spec)}. Give one "
-                "of them a config of None there."
+                f"{self.claims[number].rule}, requires {describe_spec(spec.spec)}. Leave the "
+                "operator of one of these rules in float (config None)."
             )
         if earlier is None:
             self.specs[spec.point], self.claim_of[spec.point] = spec, number
@@ -257,7 +257,7 @@ def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group
             if point not in solver.sets:
                 raise SharingError(
                     f"{solver.who(group.points[0])} is derived from {point}, "
-                    "which no quantizer annotates"
+                    f"which no quantizer annotates. Annotate {point} too."
                 )
         needs.append(tuple(number_of[solver.find(p)] for p in solver.references(group)))
     order = _topological(needs, [solver.who(group.points[0]) for group in groups])

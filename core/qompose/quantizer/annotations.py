@@ -94,7 +94,7 @@ def propose_annotations(
         if returned is not None and returned is not snapshot:
             raise UserError(
                 f"{owner}: {hook} must annotate the given program in place and return it or "
-                f"None; it returned another {type(returned).__name__}"
+                f"None; it returned another object of type {type(returned).__name__}"
             )
         after = checksums(buffers)
         if written := [name for name in numbers if after[name] != numbers[name]]:
@@ -246,7 +246,7 @@ def _objections(
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
         for point in (spec.point for spec in specs):
             if point.source not in known:
-                raise ConfigError(f"{owner} annotates {point}, but {point.user} does not read it")
+                raise ConfigError(f"{owner} annotates {point}, which is not an edge of the program")
             if (reason := _objection(point, known[point.source], unsafe)) is not None:
                 reasons[point] = reason
     return reasons_of_dependents([spec for _, specs in regions for spec in specs], reasons)

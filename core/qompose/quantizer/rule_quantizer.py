@@ -526,7 +526,7 @@ def _setting_from_data(entry: Any, named: Named, owner: str) -> Setting:
 def _which_kind(entry: Mapping[str, Any]) -> tuple[str]:
     given = [key for key in _KINDS if key in entry]
     if len(given) != 1:
-        raise ConfigError(f"expected one of the keys {' and '.join(map(repr, _KINDS))}")
+        raise ConfigError(f"expected exactly one of the keys {' and '.join(map(repr, _KINDS))}")
     return (given[0],)
 
 

@@ -206,7 +206,7 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     if part >= min_fraction and not (min_fraction == 1.0 and behind):
         return
     raise NotLoweredError(
-        f"{part:.1%} of all {what} run in int8 kernels, expected at least "
+        f"{part:.1%} of all {what} run in kernels that read integers, expected at least "
         f"{min_fraction:.1%}:\n{_listed(behind or [*found.rows])}"
     )
 

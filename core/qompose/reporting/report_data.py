@@ -416,7 +416,7 @@ class Report(Printable):
         except ValueError as error:
             wanted = ", ".join(field.name for field in fields(cls))
             raise ConfigError(
-                f"this is not a report ({error}); a report has the fields {wanted}"
+                f"this is not a report of this qompose version ({error}); expected fields: {wanted}"
             ) from error
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -625,10 +625,10 @@ def check_comparison(
     same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
-            "the comparison and the report belong to different models: a "
+            "the comparison and the report belong to different models: the comparison is of a "
             f"{comparison.reference} and a {comparison.other} program with {_some(compared)}, "
-            f"parameters {comparison.fingerprint[:8] or 'unknown'}; and a {stage} program "
-            f"with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+            f"parameters {comparison.fingerprint[:8] or 'unknown'}; the report of a {stage} "
+            f"program with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
         )
 
 

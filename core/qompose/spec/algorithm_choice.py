@@ -99,7 +99,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
     """
     if isinstance(algorithms, str) or not isinstance(algorithms, (tuple, list)):
         raise ConfigError(
-            f"algorithms must be a tuple of {', '.join(ALGORITHM_WORDS)}, got {algorithms!r}"
+            f"algorithms must be a tuple of names from {ALGORITHM_WORDS}, got {algorithms!r}"
         )
     found: dict[str, AlgorithmChoice] = {}
     for choice in algorithms:
@@ -134,7 +134,7 @@ def _check(choice: object, word: object, mode: str, weight: Any) -> None:
     reason = _MODES.get(word, {}).get(mode)
     if reason is not None:
         raise ConfigError(
-            f"{word} does not support {mode} quantization: {reason}. Remove it from algorithms"
+            f"{word} does not support {mode} quantization: {reason}. Remove {word} from algorithms"
         )
 
 
@@ -163,7 +163,7 @@ def algorithm_class(word: object, path: str) -> type:
         hint = near_names(str(word), (SMOOTH_QUANT, *points))
         raise ConfigError(
             f"{path}: no installed package provides the algorithm {word!r}{hint}, "
-            "which its options require. Install the package that provides it"
+            "so its options cannot be read. Install the package that provides it"
         )
     try:
         found = points[str(word)].load()

@@ -356,7 +356,7 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         raise ConfigError(
             f"dynamic symmetric quantization to [{low}, {high}] would put the zero point out "
             "of range: torch's operator only supports the full range of uint8. Use an affine "
-            "qscheme, or int8."
+            "qscheme, or int8 with a negative quant_min."
         )
     if spec.dtype in FLOAT8:
         raise ConfigError(

@@ -107,12 +107,12 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         converted = _sharing(converted)
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
-        raise UserError(f"save expects models of one stage and target, got {sorted(targets)}")
+        raise UserError(f"save expects one stage and target ('': converted), got {sorted(targets)}")
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)
     except (NotStorable, ConfigError) as reason:
-        raise ArtefactError(f"The model cannot be saved because it has {reason}.") from reason
+        raise ArtefactError(f"The model cannot be saved: {reason}.") from reason
     write_file({**body, "target": targets.pop()}, blocks, path)
 
 
@@ -244,7 +244,7 @@ def load(
         lines = "".join(f"\n  - {line}" for line in found)
         raise RequirementError(
             f"{stored.path} was made for a different machine:{lines}\n"
-            "Pass allow_mismatch=True to load it without those kernels."
+            "Pass allow_mismatch=True to load it without the kernels it was made for."
         )
     warn(found)
     if not stored.lowered or as_converted:
@@ -320,8 +320,8 @@ def _stored(path: Path) -> _Stored:
         made = body["manifest"]
         packages = missing_packages(checked_owners(made))
         raise ArtefactError(
-            f"{path} cannot be loaded: {missing.args[0]}. Import the package that provides it "
-            f"first.{packages} The file was written with torch {made['torch']}; this is torch "
+            f"{path} cannot be loaded: {missing.args[0]}."
+            f"{packages} The file was written with torch {made['torch']}; this is torch "
             f"{torch.__version__}."
         ) from missing
     except ArtefactError as error:

@@ -136,7 +136,7 @@ def decode_tree(text: str) -> pytree.TreeSpec:
         return pytree.treespec_loads(text)
     except NotImplementedError as error:
         raise UnknownType(
-            f"its arguments or results have a type that is not registered in this process ({error})"
+            f"its arguments or results have a type whose package must be imported first ({error})"
         ) from error
 
 
@@ -265,7 +265,7 @@ class _Builder:
         value = exponent.xreplace(self._hints)
         if value.is_number and not abs(value) <= _BITS:
             raise ValueError(
-                f"invalid size {self._text[:80]!r}: it has a power or shift by more than {_BITS}"
+                f"invalid size {self._text[:80]!r}: an exponent or shift exceeds {_BITS}"
             )
 
 

@@ -172,7 +172,7 @@ class ProgramWriter:
         if isinstance(value, Symbolic):
             return {"symbolic": self._symbols.encode(value)}
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise NotStorable(f"an example of type {type(value).__qualname__}")
+            raise NotStorable(f"an example {type(value).__qualname__} that is not a strided tensor")
         parts = (value.dtype, value.device, list(value.shape), list(value.stride()))
         encoded = [encode(part, self._encode_example) for part in parts]
         return {"tensor": [*encoded, value.requires_grad]}
@@ -198,7 +198,7 @@ def _encode_target(node: Node) -> str:
         return str(target)
     if isinstance(target, torch._ops.OpOverload):
         if _names_a_file(target):
-            raise NotStorable(f"a call of {target}, which has a file name as argument")
+            raise NotStorable(f"a call to {target}, which takes a file name")
         return f"{target.namespace}::{target._opname}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator) and target._name in _HIGHER_ORDER:
         return f"higher_order::{target._name}"
@@ -232,7 +232,7 @@ def decode_target(name: str) -> Callable[..., Any]:
     except AttributeError:
         found = None
     if not isinstance(found, torch._ops.OpOverload):
-        raise UnknownOperator(f"the operator {name} is not registered in this process")
+        raise UnknownOperator(f"the operator {name} is not registered; import its package first")
     if _names_a_file(found):
         raise UnknownOperator(f"the operator {name} is not allowed in a file")
     return found
@@ -425,7 +425,7 @@ def _tagged(kinds: Mapping[str, Codec]) -> Codec:
     def write(value: Any, path: str) -> Any:
         name = type(value).__name__
         if name not in kinds:
-            raise ConfigError(f"{path} must be one of {', '.join(kinds)}, got a {name}")
+            raise ConfigError(f"{path} must be one of {', '.join(kinds)}, got {name}")
         return {name: kinds[name].write(value, path)}
 
     def read(data: Any, path: str) -> Any:

@@ -122,7 +122,7 @@ def _check_examples(pickled: bytes) -> None:
         if pickled:
             torch.load(io.BytesIO(pickled), weights_only=True)
     except Exception as error:
-        raise RefusedArchive("its example inputs are not only tensors and numbers") from error
+        raise RefusedArchive("its example inputs are not all tensors or numbers") from error
 
 
 def _check_program(data: Any) -> None:

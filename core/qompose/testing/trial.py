@@ -274,7 +274,7 @@ def build(terms: Terms) -> Built:
     example = terms.example
     if len(example.names) != len(example.shapes):
         raise TypeError(
-            f"the example expects {', '.join(example.names)}, but has {len(example.shapes)} shapes"
+            f"the example takes {', '.join(example.names)}, but has {len(example.shapes)} shape(s)"
         )
     failures: list[Exception] = []
     built: list[Built] = []
@@ -357,7 +357,7 @@ def _export(model: Model, inputs: Inputs, *, any_batch: bool) -> ExportedProgram
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise NotApplicable(
-            f"torch.export fixes the batch size of the example: {first_line}"
+            f"torch.export specializes the batch size of the example: {first_line}"
         ) from error
 
 

@@ -68,7 +68,7 @@ class Interface:
         if set(names) != set(kwargs):
             wanted = ", ".join(names) or "none"
             raise ONNXInputError(
-                f"the program expects the keyword arguments {wanted}, got {[*kwargs]}"
+                f"the program takes keyword arguments: {wanted}; got: {', '.join(kwargs) or 'none'}"
             )
         flat, given = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         if given != spec:
@@ -108,8 +108,7 @@ def _checked(leaf: Leaf, given: Any) -> Tensor:
         else repr(given)
     )
     raise ONNXInputError(
-        f"input {leaf.name!r} must be a {leaf.dtype} tensor with {leaf.rank} dimensions, got "
-        f"{found}"
+        f"input {leaf.name!r} must be {leaf.dtype} with {leaf.rank} dimensions, got {found}"
     )
 
 

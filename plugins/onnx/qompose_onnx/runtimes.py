@@ -67,8 +67,8 @@ def _imported(package: str) -> Any:
         return import_module(package)
     except Exception as error:  # such as an OSError of a library that is missing
         raise ONNXTargetError(
-            f"the package {package} is installed but broken: {_said(error)}. Reinstall it; without it, files "
-            "can be written"
+            f"the package {package} is installed but broken: {_said(error)}. Reinstall it; "
+            "files can still be written without it"
         ) from error
 
 

@@ -194,7 +194,7 @@ NO_FACTORS = [
     ),
     (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "per image"),
     (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers by an observer"),
-    (INT8, ALONG_ONE, OF_ALL, "along a dimension other"),
+    (INT8, ALONG_ONE, OF_ALL, "per tensor or output channel"),
 ]
 
 

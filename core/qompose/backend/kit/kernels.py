@@ -62,7 +62,7 @@ def integer_bounds(
         return output.low, output.high
     bounds = float_bounds(region, name)
     if any(map(math.isnan, bounds)):
-        raise NotLowerable(f"a bound of {region.node(name).name} is not a number")
+        raise NotLowerable(f"a bound of {region.node(name).name} is NaN")
     low, high = (rounding(bound, output.scale, output.zero_point) for bound in bounds)
     return _within(low, output), _within(high, output)
 
@@ -80,7 +80,7 @@ def kept(region: Region) -> tuple[QuantizedTensor, QuantizedTensor]:
     (source,) = region.quantized_inputs(region.claim.operands[0].role)
     output = region.quantized("output")
     if source.qparams != output.qparams:
-        raise NotLowerable("its input and output have different scales or zero points")
+        raise NotLowerable("its input and output have different quantization parameters")
     return source, output
 
 

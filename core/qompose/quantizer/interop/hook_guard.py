@@ -93,7 +93,7 @@ class HookGuard:
                 f"{self.who}: {hook} modified tensors of the model in place: "
                 f"{', '.join(written)}. Their original values are lost; load the model again. "
                 "A quantizer may only add new tensors, in "
-                f"transform_for_annotation{f'. It then failed: {raised}' if raised else ''}"
+                f"transform_for_annotation{f'. {hook} then failed: {raised}' if raised else ''}"
             ) from raised
         if raised is not None:
             raise raised

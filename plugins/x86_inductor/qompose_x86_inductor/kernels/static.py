@@ -92,7 +92,7 @@ def product_kernel(
 
     def exactly_by_onednn(region: Region) -> Node:
         if not exactness.admits(region.quantized("weight").tensor):
-            raise NotLowerable(f"{exactness.reason()}, and its weight contains larger values")
+            raise NotLowerable(exactness.reason())
         return emit(region)
 
     full = f"qompose_x86.{name}"

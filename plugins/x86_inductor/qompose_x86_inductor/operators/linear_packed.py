@@ -186,7 +186,7 @@ def _check_constants(tensors: Sequence[Tensor | None]) -> None:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(
                 f"{NAMESPACE}::linear_packed: expected {name} contiguous and {wanted}, got "
-                f"{tensor.dtype}; convert the model's dtype before quantizing it"
+                f"{tensor.dtype}, strides {tensor.stride()}; convert the model before quantizing it"
             )
 
 

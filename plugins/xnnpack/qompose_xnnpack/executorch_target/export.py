@@ -90,8 +90,8 @@ def _check_scales(graph: Graph) -> None:
             each = ", ".join(f"{pair} in {name}" for pair, name in known.items())
             raise ExecutorchTargetError(
                 f"{source.name} is dequantized with different scales or zero points ({each}), "
-                "but XNNPACK supports one pair per tensor. Pass one input for each, or pass "
-                "floats and quantize them separately"
+                "but XNNPACK supports one pair per tensor. Pass one input for each pair, or "
+                "a float input that the model quantizes for each"
             )
 
 

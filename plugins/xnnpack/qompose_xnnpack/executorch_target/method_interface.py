@@ -141,7 +141,7 @@ class Interface:
                 if size.symbol and actual != first:
                     raise ExecutorchInputError(
                         f"input {name!r} of {method!r} has size {actual} in dimension "
-                        f"{place}, but it must equal {first} of input {other!r}"
+                        f"{place}, but must match size {first} of input {other!r}"
                     )
 
     def result(self, outputs: Sequence[Any]) -> Any:
@@ -200,10 +200,10 @@ def check_inputs(exported: ExportedProgram) -> None:
         if isinstance(spec, torch.export.graph_signature.TensorArgument):
             continue
         if not constant or isinstance(spec.value, str):
-            what = "text" if constant else "a variable number"
+            what = "a string" if constant else "a variable number"
             raise ExecutorchInputError(
                 f"input {spec.name!r} is {what}, which the runtime's Python binding does not "
-                "support. Export a model with a fixed value, or with a tensor input"
+                "support. Build the value into the model, or make it a tensor"
             )
 
 

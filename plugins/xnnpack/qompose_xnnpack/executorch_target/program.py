@@ -208,7 +208,7 @@ class ExecutorchProgram:
     def _only(self) -> ExecutorchMethod:
         if set(self.methods) != {FORWARD}:
             raise ExecutorchTargetError(
-                f"this program has several methods ({', '.join(self.methods)}); call one of "
+                f"this program has named methods ({', '.join(self.methods)}); use one of "
                 f"them, for example program.methods[{next(iter(self.methods))!r}]"
             )
         return self.methods[FORWARD]
