@@ -8,13 +8,13 @@ import pickle
 import sys
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
+from qompose.backend import CallInterface
 from qompose.errors import TargetError
 from qompose_onnx import ONNXProgram
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
@@ -114,13 +114,11 @@ class TestFiles:
     ) -> None:
         """As where the classes of a package are registered that this process has not imported."""
         program = ONNXProgram.read(lowered.save(tmp_path / "model.onnx"))
-        takes, gives = program.interface.takes, program.interface.gives
-        program.interface = replace(
-            program.interface,
-            takes=takes.replace("builtins.tuple", "elsewhere.Pair"),
-            gives=gives.replace("builtins.tuple", "elsewhere.Pair"),
-        )
-        assert program.interface.gives != gives
+        data = program.interface.to_dict()
+        for side in ("inputs", "outputs"):
+            assert "builtins.tuple" in data[side]
+            data[side] = data[side].replace("builtins.tuple", "elsewhere.Pair")
+        program.interface = CallInterface.from_dict(data)
         (x,) = images(1)[0]
         found = program(x)
         assert isinstance(found, list)
@@ -369,6 +367,28 @@ class NumberLessIntegers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 1.0 - (x > 0).to(torch.int64)
+
+
+def test_results_in_a_dict_are_named_by_their_keys(tmp_path: Path) -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            y = self.layer(x)
+            return {"logits": y, "past": (y + 1, {"last": y * 2}), "size": 4, "given": x}
+
+    x = torch.randn(3, 4)
+    result = qompose.quantize(
+        Keyed().eval(), (x,), backends="onnx", calibration=[(x,)], target="onnx", progress=False
+    )
+    program = ONNXProgram.read(result.model.save(tmp_path / "keyed.onnx"))
+    names = [value.name for value in program.model.graph.outputs]
+    assert names == ["logits", "past.0", "past.1.last", "given"]
+    found, wanted = program(x), result.converted(x)
+    torch.testing.assert_close(found["past"][1]["last"], wanted["past"][1]["last"])
+    assert found["size"] == 4 and torch.equal(found["given"], x)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ class Calibrated:
         channels = value_of(self.nodes[source]).shape[divided.dim]
         if source in found.divided:
             raise ValueError(
-                f"{source} is already divided by factors; name all its readers in one call"
+                f"{source} is already divided by factors; pass the weights of all operators that "
+                "read it in one call"
             )
         if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
             raise ValueError(f"factors of {source} must be {channels} positive, finite numbers")

@@ -585,7 +585,9 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
     """
     number, q = weight_group(found, product)
     if number in found.integers:
-        raise NotChanged("its integers have been chosen already; set scales before integers")
+        raise NotChanged(
+            "its integers have already been chosen, so its scales can no longer change"
+        )
     chosen = replace(q, scale=scale, zero_point=zero_point)
     check_qparams(chosen, q, found.plan.groups[number].spec)
     found.qparams[number] = chosen

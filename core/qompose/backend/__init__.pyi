@@ -12,6 +12,8 @@ from .discovery import (
 )
 from .interface import (
     Backend as Backend,
+    CallArgument as CallArgument,
+    CallInterface as CallInterface,
     CallSignature as CallSignature,
     Finished as Finished,
     LateOperators as LateOperators,

@@ -14,6 +14,10 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities, capability_rows
 from qompose.backend.rule import Rule
 from qompose.files import draft_of as draft_of  # public here
+from qompose.program.call_interface import (  # public here
+    CallArgument as CallArgument,
+    CallInterface as CallInterface,
+)
 from qompose.program.call_signature import CallSignature as CallSignature  # public here
 from qompose.program.meta import (  # public here
     claim_of as claim_of,

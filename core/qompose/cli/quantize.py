@@ -147,9 +147,7 @@ def _write(
     from qompose.storage.artifact import save
 
     if options.lowered is not None and not callable(getattr(lowered, "save", None)):
-        raise UserError(
-            f"this target has no program file ({type(lowered).__name__}); remove --lowered"
-        )
+        raise UserError(f"the target {options.target!r} has no program file; remove --lowered")
     files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
     files += [(options.html, found.save)] if options.html else []
     written = []

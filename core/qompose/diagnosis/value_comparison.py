@@ -147,8 +147,8 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
         raise StageError(f"converted must be the model that convert_pt2e returned, got {what}")
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
-            "converted belongs to another program or has other parameters; pass the model "
-            "that was given to lower"
+            "converted= belongs to a different program or has different parameters; pass the "
+            "model that was passed to qompose.lower"
         )
     return side.graph
 

@@ -362,8 +362,8 @@ def _is_ours(factory: Any) -> bool:
 def _write_observer(factory: Any, path: str) -> dict[str, Any]:
     if not _is_ours(factory):
         raise ConfigError(
-            f"{path} is {factory!r}, which cannot be saved. Use an observer of qompose "
-            f"({', '.join(OBSERVERS)}) or its with_args(...)"
+            f"{path} is {factory!r}, which cannot be saved. Use a qompose observer "
+            f"({', '.join(OBSERVERS)}), with or without with_args(...)"
         )
     if not isinstance(factory, ObserverFactory):
         return {"observer": factory.__name__}

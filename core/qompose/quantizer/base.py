@@ -132,7 +132,10 @@ class Quantizer(ABC):
         Raises:
             ConfigError: they contain something that JSON cannot express, such as a function.
         """
-        raise ConfigError(f"{self.name} is defined in code and cannot be saved; re-create it")
+        raise ConfigError(
+            f"{self.name} is defined in code and cannot be saved; create it in code wherever it is "
+            "needed"
+        )
 
     def to_json(self) -> str:
         """Return the settings as JSON text; see `to_dict`."""

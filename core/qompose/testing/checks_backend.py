@@ -231,7 +231,7 @@ class Gathering:
     def __post_init__(self) -> None:
         self.trials = list(self._sound_trials())
         if not self.trials:
-            raise NotApplicable(f"no row of config {self.name!r} is annotated and converted")
+            raise NotApplicable(f"no row of config {self.name!r} works on its own")
         self.model = _AllRows(
             [trial.model for trial in self.trials],
             [len(trial.batches("calibration", 1)[0]) for trial in self.trials],

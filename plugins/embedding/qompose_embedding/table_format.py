@@ -115,7 +115,8 @@ def packed_rows(table: QuantizedTensor, form: TableFormat) -> Tensor:
         raise NotLowerable("packed rows support one scale each, not groups")
     if scale.dtype is not held:
         raise NotLowerable(
-            f"packed rows store scales and offsets as {held}, which cannot hold this table's"
+            f"packed rows store scales and offsets as {held}, which cannot represent those of "
+            "this table exactly"
         )
     tail = torch.cat([scale, offset], 1).view(torch.uint8)
     integers = in_bytes(unsigned(table.tensor, form), form)

@@ -16,6 +16,7 @@ from qompose.backend import CallSignature, kit
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from qompose_onnx.constants import fit_constants
 from qompose_onnx.errors import ONNXTargetError
@@ -66,7 +67,28 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         made.exported_program.graph_signature.output_specs[place].arg.value = value
     _check_shifts(made.model, made.exported_program)
     fit_constants(made.model, _of_four_bits(made.exported_program))
+    _name_outputs(made.model, made.exported_program)
     return made.model, made.exported_program
+
+
+def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
+    """Name results that stand in a dict by their keys, `logits` or `past.0`; others keep the name of a node."""
+    spec: Any = program.call_spec.out_spec
+    leaves = pytree.tree_leaves_with_path(pytree.tree_unflatten([*range(spec.num_leaves)], spec))
+    kinds = [each.arg for each in program.graph_signature.output_specs]
+    paths = [path for path, place in leaves if not isinstance(kinds[place], ConstantArgument)]
+    taken = {value.name for value in _values(model)}
+    for value, path in zip(model.graph.outputs, paths, strict=True):
+        name = ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+        if path and isinstance(path[0], pytree.MappingKey) and name not in taken:
+            value.name = name
+            taken.add(name)
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from (*model.graph.inputs, *model.graph.initializers.values())
+    for node in model.graph.all_nodes():
+        yield from node.outputs
 
 
 def _without_constants(program: ExportedProgram) -> dict[int, Any]:

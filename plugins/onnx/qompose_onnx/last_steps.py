@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
-from qompose.backend import CallSignature, Finished, claim_of, operator_of
+from qompose.backend import CallInterface, CallSignature, Finished, claim_of, operator_of
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -28,7 +29,6 @@ from qompose_onnx.fused_graph import (
     in_openvino,
     origins_of,
 )
-from qompose_onnx.interface import interface_of
 from qompose_onnx.names import (
     MOVED,
     ONNXRUNTIME,
@@ -58,11 +58,21 @@ class _Made:
 
 def _program(module: GraphModule, signature: CallSignature, runtime: str) -> _Made:
     model, exported = export(module, signature)
-    inputs = [value.name or "" for value in model.graph.inputs]
-    outputs = [value.name or "" for value in model.graph.outputs]
-    model.metadata_props[INTERFACE] = interface_of(exported, inputs, outputs).dumps()
+    model.metadata_props[INTERFACE] = json.dumps(_interface(exported).to_dict())
     claims = {**{claim: [] for claim in _claims(module)}, **_claims(exported.graph_module)}
     return _Made(ONNXProgram(model, runtime), exported, claims)
+
+
+def _interface(exported: ExportedProgram) -> CallInterface:
+    interface = CallInterface.of(exported)
+    for leaf in (*interface.arguments, *interface.results):
+        if leaf.dtype == "bfloat16":
+            raise ONNXTargetError(
+                f"{leaf.name} is bfloat16, which ONNX Runtime and OpenVINO cannot exchange with "
+                "torch. Make the model accept and return float32, or lower it for the target "
+                "'torch'"
+            )
+    return interface
 
 
 def _claims(module: torch.nn.Module) -> Claims:

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from qompose.backend import draft_of
+import torch
+from qompose.backend import CallInterface, draft_of
 
-from qompose_onnx.errors import ONNXTargetError
-from qompose_onnx.interface import Interface
+from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from qompose_onnx.names import ONNXRUNTIME, OPENVINO
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session, missing
 
@@ -39,7 +40,7 @@ class ONNXProgram:
 
     def __init__(self, model: ir.Model, runtime: str = "") -> None:
         self.model, self.runtime = model, runtime
-        self.interface = Interface.loads(model.metadata_props[INTERFACE])
+        self.interface = CallInterface.from_dict(json.loads(model.metadata_props[INTERFACE]))
         self.meta: dict[str, Any] = {}
         self._session: Session | None = None
 
@@ -150,15 +151,29 @@ class ONNXProgram:
             ONNXInputError: an input is missing, or has another type or rank.
             ONNXTargetError: no runtime is installed, or it refuses the program or the inputs.
         """
-        feeds = self.interface.feeds(args, kwargs)
-        return self.interface.results(self.load().run(feeds))
+        known, flat = self.interface, self.interface.flat(args, kwargs, error=ONNXInputError)
+        given = [
+            torch.as_tensor(x)
+            for argument, x in zip(known.arguments, flat, strict=True)
+            if not argument.is_fixed
+        ]
+        results = self.load().run(dict(zip(_names(self.model.graph.inputs), given, strict=True)))
+        outputs = [results[name] for name in _names(self.model.graph.outputs)]
+        left = [result for result in known.results if not result.is_fixed]
+        return known.result(
+            [x.item() if r.is_number else x for r, x in zip(left, outputs, strict=True)]
+        )
 
     def __repr__(self) -> str:
-        takes = ", ".join(leaf.name for leaf in self.interface.inputs if leaf.name)
+        takes = ", ".join(a.name for a in self.interface.arguments if not a.is_fixed)
         return (
             f"ONNXProgram ({self.nbytes:,} bytes, opset {self.model.opset_imports['']}, inputs: "
             f"{takes})"
         )
+
+
+def _names(values: Iterable[ir.Value]) -> list[str]:
+    return [value.name or "" for value in values]
 
 
 def _loaded(path: Path, runtime: str) -> Session:

@@ -20,10 +20,11 @@ import pytest
 import qompose
 import torch
 from hypothesis import given, settings, strategies as st
+from qompose.backend import CallArgument, CallInterface
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchInputError, ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
-from qompose_xnnpack.executorch_target.method_interface import Argument, Interface
+from qompose_xnnpack.executorch_target.method_interface import Interface
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -107,7 +108,7 @@ class TestOneOfAKind:
 
 
 def test_inputs_of_an_unknown_structure_are_counted() -> None:
-    interface = Interface(arguments=(Argument(name="x"),), inputs=None, outputs=None)
+    interface = Interface(call=CallInterface((CallArgument(name="x"),)))
     assert interface.flat((None,), {}, "forward") == [None]
     with pytest.raises(ExecutorchInputError, match="2"):
         interface.flat((None, None), {}, "forward")
@@ -208,7 +209,7 @@ class TestLife:
         method = pickle.loads(pickle.dumps(odd[0])).methods["forward"]
         method.interface = replace(method.interface, largest_first=True)
         asked = Mock(side_effect=RuntimeError("no memory"))
-        monkeypatch.setattr(Argument, "largest", asked)
+        monkeypatch.setattr(Interface, "largest", asked)
         for _ in range(2):
             with pytest.raises(ExecutorchTargetError):
                 method.load()

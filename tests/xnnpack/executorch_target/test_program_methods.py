@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose.backend import CallInterface
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_methods
@@ -108,9 +109,7 @@ class TestTogether:
 
 class TestErrors:
     def test_the_program_itself_says_to_name_one(self) -> None:
-        parts: Any = dict.fromkeys(
-            ["encode", "decode"], (Interface(arguments=(), inputs=None, outputs=None), None)
-        )
+        parts: Any = dict.fromkeys(["encode", "decode"], (Interface(call=CallInterface(())), None))
         program = ExecutorchProgram(b"", parts)
         for use in (lambda: program.run(X), lambda: program.delegation):
             with pytest.raises(ExecutorchTargetError, match="encode, decode"):

@@ -94,7 +94,7 @@ class ExecutorchMethod:
         try:
             method, new = self._loaded.method(self.name)
             if new and self.interface.largest_first:
-                method.execute([argument.largest() for argument in self.interface.arguments])
+                method.execute(self.interface.largest())
         except RuntimeError as error:
             self._loaded.forget(self.name)
             raise loading_error(error, self.delegation.in_float) from error
@@ -119,12 +119,14 @@ class ExecutorchMethod:
                 raise ExecutorchTargetError(
                     f"{error} (inputs of {self.name!r}: {shapes})"
                 ) from error
-        return self.interface.result(outputs)
+        return self.interface.call.result(outputs)
 
     __call__ = run
 
     def __repr__(self) -> str:
-        takes = ", ".join(f"{argument.name}: {argument}" for argument in self.interface.arguments)
+        takes = ", ".join(
+            f"{argument.name}: {argument}" for argument in self.interface.call.arguments
+        )
         return f"ExecutorchMethod({self.name!r}, inputs: {takes or 'none'})"
 
 
