@@ -72,7 +72,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
 
 
 def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
-    """Name results that stand in a dict by their keys, `logits` or `past.0`; others keep the name of a node."""
+    """Name results that stand in a dict by their keys, `logits` or `past.0`; others keep a node's name."""
     spec: Any = program.call_spec.out_spec
     leaves = pytree.tree_leaves_with_path(pytree.tree_unflatten([*range(spec.num_leaves)], spec))
     kinds = [each.arg for each in program.graph_signature.output_specs]
