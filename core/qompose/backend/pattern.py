@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.utils.matcher_utils import InternalMatch
 from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
 
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, near_names
 from qompose.program.graph import arguments_of
 from qompose.spec.claim import Operand
 
@@ -37,20 +37,41 @@ _TRACES = logging.getLogger("torch._subclasses.fake_tensor")
 
 @dataclass(frozen=True)
 class Match:
-    """One occurrence of a pattern: its operators in graph order, and what its names stand for."""
+    """One occurrence of a pattern: its operators in graph order, and what its names stand for.
+
+    `names` are those of all patterns of the rule; without any, every name may be asked for.
+    """
 
     nodes: tuple[Node, ...]
     output: Node
     captures: Mapping[str, Capture]
+    names: frozenset[str] = frozenset()
 
     def node(self, name: str) -> Node | None:
-        """Return the node that a name stands for, None where it is absent or no node."""
-        captured = self.captures.get(name)
+        """Return the node that a name stands for, None where it is absent or no node.
+
+        Raises:
+            ConfigError: no pattern of the rule has the name.
+        """
+        captured = self._captured(name)
         return captured if isinstance(captured, Node) else None
 
+    def _captured(self, name: str) -> Capture:
+        wrong = self.names and name not in self.names and name not in self.captures
+        if wrong and name:  # a role that a rule does not have is ""
+            raise ConfigError(
+                f"no pattern of this rule has the name {name!r}{near_names(name, self.names)}. "
+                f"Names: {', '.join(sorted(self.names))}"
+            )
+        return self.captures.get(name)
+
     def tensors(self, name: str) -> tuple[Node, ...]:
-        """Return the nodes that a name stands for, several for a list argument."""
-        captured = self.captures.get(name)
+        """Return the nodes that a name stands for, several for a list argument.
+
+        Raises:
+            ConfigError: no pattern of the rule has the name.
+        """
+        captured = self._captured(name)
         items = captured if isinstance(captured, (tuple, list)) else (captured,)
         return tuple(item for item in items if isinstance(item, Node))
 
@@ -131,8 +152,16 @@ class OperatorPattern:
     def names(self) -> frozenset[str]:
         """Return the names that every match has: the arguments that all the operators have, and "output"."""
         arguments = [{a.name for a in target._schema.arguments} for target in self.targets]
-        own = {"output"} if self.result is None else {"output", "op"}
-        return frozenset(own.union(set.intersection(*arguments) if arguments else ()))
+        return self._own | frozenset(set.intersection(*arguments) if arguments else ())
+
+    @property
+    def any_names(self) -> frozenset[str]:
+        """Return the names that a match may have: the arguments of any of the operators, and "output"."""
+        return self._own.union(*({a.name for a in t._schema.arguments} for t in self.targets))
+
+    @property
+    def _own(self) -> frozenset[str]:
+        return frozenset({"output"} if self.result is None else {"output", "op"})
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -224,6 +253,11 @@ class Pattern:
     def names(self) -> frozenset[str]:
         """Return the names that every match has."""
         return frozenset({*self.parameters, *(name for name, _ in self.operators), "output"})
+
+    @property
+    def any_names(self) -> frozenset[str]:
+        """Return the names that a match may have, which are those of every match."""
+        return self.names
 
     @property
     def parameters(self) -> tuple[str, ...]:

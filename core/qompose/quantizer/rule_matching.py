@@ -101,7 +101,12 @@ class _Table:
 
     def _matches(self, rule: Rule) -> Iterator[Match]:
         with naming(rule):
-            found = [match for pattern in rule.patterns for match in pattern.find(self.index)]
+            names = frozenset().union(*(pattern.any_names for pattern in rule.patterns))
+            found = [
+                replace(match, names=names)
+                for pattern in rule.patterns
+                for match in pattern.find(self.index)
+            ]
         yield from found
 
     def _propose(self, rule: Rule, match: Match) -> None:
@@ -122,7 +127,7 @@ class _Table:
         else:
             fit = _Fit(rule, match, config)
             asked = f"the guard of rule {rule.name} (called on {describe(match.output)})"
-            with blaming(f"{self.owner}: {asked}"):
+            with naming(rule), blaming(f"{self.owner}: {asked}"):
                 others = _otherwise_selected(match, selection, self.selectors)
                 reason = others or fit.objection() or _written(match, self.unsafe)
         if reason is None:

@@ -288,6 +288,15 @@ def test_what_a_rule_says_tells_more_than_that_there_is_none() -> None:
     assert row.reason == "toy: it is Tuesday"
 
 
+@pytest.mark.parametrize("ask", ["node", "tensors"])
+def test_a_guard_that_asks_for_a_name_that_no_pattern_has_is_named(ask: str) -> None:
+    broken = dataclasses.replace(LINEAR, guard=lambda match: getattr(match, ask)("wieght") and None)
+    with pytest.raises(ConfigError, match=r"rule linear.*did you mean 'weight'"):
+        prepare(export(nn.Linear(3, 4), randn(2, 3)), toy(broken))
+    absent = dataclasses.replace(LINEAR, guard=lambda match: getattr(match, ask)("bias") and None)
+    prepare(export(nn.Linear(3, 4, bias=False), randn(2, 3)), toy(absent))
+
+
 def test_a_guard_that_raises_is_named() -> None:
     def guard(match: qompose.backend.Match) -> str | None:
         raise KeyError("width")
