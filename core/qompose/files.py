@@ -39,8 +39,8 @@ def destination(path: Path) -> Path:
     except FileNotFoundError:
         return Path(os.path.realpath(path))
     if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "not a file")
-        raise UserError(f"{path} cannot be written: it is {kind}, which a file would replace")
+        kind = next((name for test, name in _KINDS if test(mode)), "a special file")
+        raise UserError(f"{path} cannot be written: it is {kind}, not a regular file")
     return Path(os.path.realpath(path))
 
 

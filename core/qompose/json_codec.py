@@ -130,7 +130,7 @@ def write_fields(
         ConfigError: `value` is not of `kind`, or a field holds what data cannot.
     """
     if type(value) is not kind:
-        raise ConfigError(f"{path} must be a {kind.__name__}, got {value!r}")
+        raise ConfigError(f"{path} must be of type {kind.__name__}, got {value!r}")
     standard = {field.name: field.default for field in fields(kind)}
     found = {}
     for name, codec in codecs.items():
@@ -242,7 +242,7 @@ def _fixed(codecs: list[Codec]) -> Codec:
 def check_mapping(data: object, path: str) -> None:
     """Raise ConfigError unless data is an object with keys."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path} must be an object with keys, got {data!r}")
+        raise ConfigError(f"{path} must be a dict, got {data!r}")
 
 
 def check_keys(data: Mapping[Any, Any], known: Iterable[str], path: str) -> None:

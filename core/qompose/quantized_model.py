@@ -98,7 +98,7 @@ class QuantizedModel:
         """
         if not callable(self.model):
             raise TargetError(
-                f"A {type(self.model).__name__} cannot be benchmarked against the float "
+                f"The {type(self.model).__name__} cannot be benchmarked against the float "
                 'program; time it in its own runtime, or quantize with target="torch".'
             )
         inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
@@ -172,7 +172,7 @@ def quantize(
     """
     if backends is None:
         raise UserError(
-            "quantize requires backends: names of installed backends, quantizers, or a list of both"
+            "quantize requires backends=: a backend name, a quantizer, or a list of these"
         )
     quantizer = as_composition(backends)
     exported = (
@@ -226,7 +226,7 @@ def _example_call(
             f"arguments, got {example_inputs!r}"
         ) from None
     if twice := sorted(keywords.keys() & (kwargs or {}).keys()):
-        raise UserError(f"given in both example_inputs and kwargs: {', '.join(twice)}")
+        raise UserError(f"arguments passed in both example_inputs and kwargs: {', '.join(twice)}")
     keywords |= kwargs or {}
     try:
         signature(model.forward).bind(*args, **keywords)
@@ -235,7 +235,7 @@ def _example_call(
     except TypeError as error:
         hint = ""
         if isinstance(example_inputs, Mapping):
-            hint = "; to pass a dict as the first argument, use (dict,)"
+            hint = "; to pass a dict as the first argument, wrap it in a tuple"
         raise UserError(
             f"The example inputs do not fit {type(model).__name__}: {error}{hint}"
         ) from None

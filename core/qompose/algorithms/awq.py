@@ -128,11 +128,11 @@ def _check(found: Calibrated, product: Operands) -> None:
         raise NotChanged(f"{product.weight.target} is also read by other operators")
     spec = _spec(found, product)
     if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
-        raise NotChanged(f"{product.weight.target} is not quantized to integers by an observer")
+        raise NotChanged(f"{product.weight.target} is not quantized to integers with an observer")
     block = spec.block_size or ()
     rows = len(block) < constant.dim() or block[0] == 1
     if not rows or axis_of(spec) not in (None, 0):
-        raise NotChanged(f"several outputs of {product.weight.target} share a scale")
+        raise NotChanged(f"several output channels of {product.weight.target} share a scale")
 
 
 def _spec(found: Calibrated, product: Operands) -> Any:
@@ -161,7 +161,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
-            "the best factors reduce the squared error on held-out calibration data only "
+            "the best factors reduce the squared error on held-out calibration data by only "
             f"{gain:.2f}x; at least {needed}x is required"
         )
     how = who_divides(absorbers.parameters if absorbers else (), found.nodes)

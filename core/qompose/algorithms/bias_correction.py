@@ -85,7 +85,7 @@ class _Correction:
             NotChanged: it stays as it is.
         """
         if product.bias is None:
-            raise NotChanged("it has no bias, and its kernel was chosen for a layer without one")
+            raise NotChanged("it has no bias to correct")
         bias, name = constant_of(product.bias), product.bias.name
         if bias is None:
             raise NotChanged(f"its bias {name} is not a parameter")
@@ -115,11 +115,9 @@ class _Correction:
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._found.sums.get((product.source, None))
-        found: Tensor | str = (
-            "they were not recorded" if observer is None else observer.seen().values()
-        )
+        found: Tensor | str = "not recorded" if observer is None else observer.seen().values()
         if isinstance(found, str):
-            raise NotKnown(f"the input means of {product.source.name} are unknown: {found}")
+            raise NotKnown(f"the means of its input {product.source.name} are unknown ({found})")
         for vector, dim in self._factors.absorbed(product.weight.name):
             found = found / vector.double().cpu() if dim == 1 else found
         return found

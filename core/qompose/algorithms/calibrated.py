@@ -150,8 +150,8 @@ class Calibrated:
         channels = value_of(self.nodes[source]).shape[divided.dim]
         if source in found.divided:
             raise ValueError(
-                f"{source} is already divided by factors; pass the weights of all operators that "
-                "read it in one call"
+                f"{source} is already divided by factors; call divide once, with the weights of "
+                "all operators that read it"
             )
         if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
             raise ValueError(f"factors of {source} must be {channels} positive, finite numbers")
@@ -160,7 +160,7 @@ class Calibrated:
             of_rows, rows = divided.absorbers.of_rows(values), divided.absorbers.rows
             if not torch.equal(of_rows[rows.to(values.device)], 1 / values):
                 raise ValueError(
-                    f"factors of {source} must be equal for channels that one parameter row absorbs"
+                    f"factors of {source} must be equal for channels absorbed by one parameter row"
                 )
             absorbed += [(name, (of_rows, 0)) for name in divided.absorbers.parameters]
             taking += [

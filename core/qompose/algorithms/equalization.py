@@ -313,7 +313,7 @@ def _reader(user: Node, value: Node, dim: int, inner: int) -> Reader:
     rank = value_of(value).dim()
     features = user.target is aten.linear.default
     if dim != (rank - 1 if features else rank - (value_of(weight).dim() - 1)):
-        raise NotEqualizable(f"{describe(user)} has its channels in another dimension")
+        raise NotEqualizable(f"{describe(user)} has its channels in a different dimension")
     return Reader(user, inner)
 
 
@@ -354,7 +354,7 @@ def _pad(user: Node, value: Node, dim: int, inner: int) -> Passed:
     given = arguments_of(user)
     zeros = given.get("mode", "constant") == "constant" and not given["value"]
     if not zeros or dim >= value_of(value).dim() - len(given["pad"]) // 2:
-        raise NotEqualizable(f"{describe(user)} pads channels, or with a value other than zero")
+        raise NotEqualizable(f"{describe(user)} pads channels or does not pad with zeros")
     return dim, inner
 
 
@@ -369,7 +369,7 @@ def _reshape(user: Node, value: Node, dim: int, inner: int) -> Passed:
     if before == after:
         return dim, inner
     if not fixed or not kept or after[-1] != before[dim] * math.prod(behind):
-        raise NotEqualizable(f"{describe(user)} is not a flatten of channels with fixed sizes")
+        raise NotEqualizable(f"{describe(user)} does not flatten fixed-size channels")
     return dim, inner * math.prod(behind)
 
 

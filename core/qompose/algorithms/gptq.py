@@ -174,15 +174,15 @@ class GPTQ(Algorithm):
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
         if inputs.channels == 1:
             raise NotChanged(
-                "each output reads a single value, so rounding errors cannot be compensated"
+                "each output depends on a single value, so rounding errors cannot be compensated"
             )
         reader = reader_of(found, product)
         together = not isinstance(inputs, InputRows) and columns_of(product)[0].window is not None
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
-                f"the squared error on held-out calibration data is reduced only {gain:.2f}x; at "
-                f"least {_NEEDED}x is required"
+                f"the squared error on held-out calibration data is reduced by only {gain:.2f}x; "
+                f"at least {_NEEDED}x is required"
             )
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:

@@ -177,7 +177,7 @@ def check_qparams(chosen: object, given: QParams, spec: object) -> None:
         raise ValueError("scale must be positive and finite")
     is_symmetric = getattr(spec, "qscheme", None) in SYMMETRIC
     if is_symmetric and not torch.equal(chosen.zero_point, given.zero_point):
-        raise ValueError("the zero points of a symmetric weight cannot be changed")
+        raise ValueError("the zero points of a symmetrically quantized tensor cannot be changed")
 
 
 UNREPORTED: Final = "reported neither a change nor a reason"

@@ -452,7 +452,7 @@ def check_seen(count: Tensor, size: float) -> None:
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
     if not bool(count.all()):
-        raise NotChanged("calibration saw too few distinct examples of its input to hold any back")
+        raise NotChanged("calibration saw too few distinct examples of its input to hold any out")
     if not 0 < size < math.inf:
         raise NotChanged("its input is all zeros or has non-finite values")
 
@@ -501,7 +501,7 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
     number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None:
-        raise NotChanged(f"the quantization parameters of {product.weight.target} are unknown")
+        raise NotChanged(f"{product.weight.target} is not quantized, or its scales are unknown")
     return number, q
 
 
@@ -541,7 +541,7 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
     """
     number, _ = weight_group(found, product)
     if number in found.integers:
-        raise NotChanged("another algorithm has already chosen its integers")
+        raise NotChanged("another algorithm has already chosen the integers of its weight")
     if len(found.plan.groups[number].points) > 1:
         raise NotChanged(f"{product.weight.target} is also read by other operators")
 
@@ -558,7 +558,7 @@ def check_own_scales(found: Calibrated, number: int) -> None:
     if not known or type(found.observers[number]) is not kind:
         raise NotChanged("its observer does not use the min/max range")
     if any(number in group.depends_on for group in plan.groups):
-        raise NotChanged("quantization parameters of other tensors are derived from the weight")
+        raise NotChanged("quantization parameters of other tensors are derived from its own")
     if not found.factors.constant(plan.groups[number].points[0].source).numel():
         raise NotChanged("it is empty")
     if len({point.source for point in plan.groups[number].points}) > 1:
@@ -586,7 +586,7 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
     number, q = weight_group(found, product)
     if number in found.integers:
         raise NotChanged(
-            "its integers have already been chosen, so its scales can no longer change"
+            "its quantized values have already been chosen, so its scales can no longer change"
         )
     chosen = replace(q, scale=scale, zero_point=zero_point)
     check_qparams(chosen, q, found.plan.groups[number].spec)
@@ -611,7 +611,7 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
         raise NotChanged(f"the scale of {source} is unknown")
     sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
     if sample.rows.shape[1] != reader.channels:
-        raise NotChanged(f"the sampled rows of {source} belong to another tensor")
+        raise NotChanged(f"the sampled rows of {source} do not have {reader.channels} channels")
     rows = sample.rows.to(reader.weight.device)
     factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
     if factors is not None and balance is not None and balance.side == INPUT:
@@ -636,7 +636,7 @@ def _sample(observer: Any, dim: int) -> RowSample:
         raise NotChanged("its input has no sampled rows (range='auto' records them)")
     if isinstance(inner, AutoRangeObserver) and not inner.readers:
         raise NotChanged(
-            "no rows of its input were sampled: its range is shared or its channel size is dynamic"
+            "its input was not sampled: it shares a range or has a dynamic number of channels"
         )
     if kept != dim or not sample.seen:
         raise NotKnown("no rows of its input were sampled")

@@ -251,7 +251,7 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
         (found.sums.get((p.source, _channels_of(p)[0])), _powers(found, p)) for p in products
     ]
     if any(observer is None or not bool(observer.count.any()) for observer, _ in seen):
-        raise NotKnown("the input of its layer never saw calibration data")
+        raise NotKnown("its layer never saw calibration data")
     totals = [observer.total[:, 0] / powers for observer, powers in seen]
     sums = torch.stack([total[:, :2] for total in totals]).sum(0)
     count = torch.stack([observer.count for observer, _ in seen]).sum(0)
@@ -306,7 +306,7 @@ def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[
         raise NotChanged("no other range reduces the error")
     if seen.sketches and not gain >= _NEEDED:
         raise NotChanged(
-            f"other ranges reduce the {_HELD_BACK} only {gain:.2f}x; at least {_NEEDED}x is "
+            f"other ranges reduce the {_HELD_BACK} by only {gain:.2f}x; at least {_NEEDED}x is "
             "required"
         )
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))

@@ -135,8 +135,8 @@ class SignRound(Algorithm):
         gain = before / max(best, NOTHING)
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
-                f"the squared error of {block.name} on held-out calibration data is reduced only "
-                f"{gain:.2f}x; at least {_NEEDED}x is required"
+                f"the squared error of {block.name} on held-out calibration data is reduced by "
+                f"only {gain:.2f}x; at least {_NEEDED}x is required"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
@@ -293,7 +293,7 @@ class _Data:
         )
         power = data.summed(lambda batch: data.squares(batch, None, held_back=False))
         if not bool(power.isfinite().all() & (power > 0).all()):
-            raise NotChanged(f"the outputs of {block.name} are all zeros or have non-finite values")
+            raise NotChanged(f"an output of {block.name} is all zeros or has non-finite values")
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:

@@ -134,8 +134,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     )
     if factors is None:
         raise _NotSmoothed(
-            "no factors reduce the squared error on held-out calibration data at least "
-            f"{needed}x, or fewer than 32 rows of it are available"
+            "no factors reduce the squared error on held-out calibration data by at least "
+            f"{needed}x, or calibration saw fewer than 32 rows"
         )
     return factors
 
@@ -241,8 +241,8 @@ class _Placing:
         others = [point for point in group.points if point.source != source]
         if Point(source) in self.group_of:
             raise _NotSmoothed(
-                f"{source} is already quantized at its producer with one scale; use equalization "
-                "for channels between two layers"
+                f"{source} already has one scale for all its readers; use equalization "
+                "to balance channels between two layers"
             )
         if others:
             raise _NotSmoothed(f"it shares its range with {others[0]}")
@@ -258,14 +258,14 @@ class _Placing:
         if spec.dtype in CASTS or not _is_ours(spec):
             raise _NotSmoothed("its observer is not from qompose")
         if spec.block_size not in (None, (-1,)):
-            raise _NotSmoothed("it has one scale per image; expected one per tensor or per token")
+            raise _NotSmoothed("its scale is neither per tensor nor per token")
 
     def _check_weight(self, claim: Claim, group: Group) -> None:
         product = claim.product
         node = product_node(claim, self.nodes)
         if product is None or node is None:
             raise _NotSmoothed(
-                f"the layer of rule {claim.rule} is not a plain linear or convolution"
+                f"rule {claim.rule} does not match a plain linear layer or convolution"
             )
         weight = self.nodes[product.weight]
         constant = constant_of(weight)
@@ -280,10 +280,10 @@ class _Placing:
             raise _NotSmoothed(f"{describe(node)} is a grouped convolution")
         spec = self.group_of[Point(weight.name, node.name)].spec
         if not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
-            raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
+            raise _NotSmoothed(f"{weight.target} is not quantized to integers with an observer")
         if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
             raise _NotSmoothed(
-                f"{weight.target} needs scales per tensor or output channel from a qompose observer"
+                f"{weight.target} must have a qompose observer, per tensor or per output channel"
             )
 
 

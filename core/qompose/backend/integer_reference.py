@@ -148,7 +148,7 @@ def _adaptive_average(site: Site) -> Sum:
     x, size = site.integers(site.arguments["self"]), list(site.arguments["output_size"])
     count = math.prod(value_of(site.arguments["self"]).shape[-2:])
     if any(n != 1 for n in size) or not isinstance(count, int) or count == 0:
-        raise NotLowerable(f"its output size {size} is not [1, 1], or its input size is unknown")
+        raise NotLowerable(f"it requires output size [1, 1] (here {size}) and a fixed input size")
     return integer_arithmetic.averaged(x, count, aten.sum.dim_IntList, [-2, -1], True)
 
 
@@ -171,7 +171,7 @@ def _pad(site: Site) -> Sum:
     x = site.integers(site.arguments["self"])
     mode, value = site.arguments.get("mode", "constant"), site.arguments["value"]
     if mode != "constant" or value not in (None, 0) or not isinstance(x.grid.zero_point, int):
-        raise NotLowerable("it pads with a value other than zero, or its zero point is unknown")
+        raise NotLowerable("it does not pad with zeros, or the zero point of its input is unknown")
     pad = cast(Any, aten.constant_pad_nd.default)
     padded = pad(x.values, site.arguments["pad"], x.grid.zero_point)
     return integer_arithmetic.value_of_integers(replace(x, values=padded))

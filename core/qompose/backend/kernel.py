@@ -66,7 +66,7 @@ class Kernel:
         """Refuse what would fail where a model is lowered."""
         for name, given, fits, wanted in (
             ("name", self.name, isinstance(self.name, str), "a string"),
-            ("emit", self.emit, self.emit is None or callable(self.emit), "a function of a Region"),
+            ("emit", self.emit, self.emit is None or callable(self.emit), "callable"),
             ("otherwise", self.otherwise, isinstance(self.otherwise, Kernel | None), "a Kernel"),
         ):
             if not fits:
@@ -163,7 +163,7 @@ class Region:
         found = [o.read_by(self._nodes[o.user]) for o in self.claim.operands if o.role == role]
         if not found:
             roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
-            raise self._fault(f"tensor {role!r}; the region has the inputs {roles} and 'output'")
+            raise self._fault(f"tensor {role!r}; the region has {roles} and output")
         return found
 
     def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
@@ -409,7 +409,7 @@ def on_integers(region: Region) -> Node:
         raise NotLowerable(f"torch does not support {node.target} for {output.dtype}")
     sources = {a: dequantized(a) for a in node.all_input_nodes if qdq.is_dequantize(a)}
     if not sources or any(source.qparams != output.qparams for source in sources.values()):
-        raise NotLowerable("its input and output have different quantization parameters")
+        raise NotLowerable("its input and output do not share quantization parameters")
     if node.target in _RELU:  # zero is where the zero point is
         (source,) = sources.values()
         return region.call(

@@ -377,8 +377,8 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
     matcher = _CandidateMatcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
-            f"pattern {pattern.function.__qualname__} must end in a single operator that returns "
-            "its output"
+            f"pattern {pattern.function.__qualname__} must end in a single operator, whose output "
+            "it returns"
         )
     matcher.named = named
     return matcher
@@ -396,7 +396,7 @@ def _exported(pattern: Pattern) -> GraphModule:
             program = torch.export.export(_Captured(pattern.function), example)
     except Exception as error:  # the function is its author's, and may raise anything
         raise ConfigError(
-            f"pattern {pattern.function.__qualname__} cannot be called with tensors of its shapes "
+            f"pattern {pattern.function.__qualname__} cannot be exported with inputs of its shapes "
             f"({_drawn(pattern)}): {_first_line(_own_error(pattern) or error)}"
         ) from error
     module = program.module(check_guards=False)
@@ -445,8 +445,8 @@ def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
     for name, target in pattern.operators:
         if not calls[target]:
             raise ConfigError(
-                f"pattern {pattern.function.__qualname__} names {name!r} as {target}, but never "
-                f"calls it. It calls {called or 'no operator'}"
+                f"pattern {pattern.function.__qualname__} has no call to {target} for the operator "
+                f"name {name!r}. It calls {called or 'no operator'}"
             )
         named[name] = calls[target].pop(0)
     return named

@@ -149,7 +149,7 @@ def question_of(pattern: object) -> Question:
         text = " ".join(pattern.split())
         names = [name.strip() for name in text.split("->")]
         if not all(names):
-            raise ConfigError(f"pattern must be the name or drawing of a rule, got {pattern!r}")
+            raise ConfigError(f"expected a pattern such as 'conv2d -> relu', got {pattern!r}")
         return Question(text, tuple(map(_by_name, names)))
     items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
     if not items:

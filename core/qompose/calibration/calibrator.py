@@ -258,8 +258,8 @@ def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
     ranks = Ranks.here(timeout)
     if ranks.several and (named := order_dependent(prepared)):
         raise CalibrationError(
-            f"observers that depend on the order of batches cannot be calibrated in {ranks.count} "
-            f'processes: {"; ".join(named)}. Use range="minmax" or range="histogram"'
+            f"calibration in {ranks.count} processes does not support observers that depend on "
+            f'batch order: {"; ".join(named)}. Use range="minmax" or range="histogram"'
         )
     return ranks
 
@@ -485,8 +485,8 @@ class _ResumeFile:
     def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
         if left_out := statistics(prepared).left_out:
             raise StatisticsError(
-                "resume= requires observers whose statistics can be saved; the observers of "
-                f"{'; '.join(left_out)} come from other packages"
+                "resume= requires observers whose statistics can be saved. Observers from other "
+                f"packages are not supported: {'; '.join(left_out)}"
             )
         check_kind(path)
         if not path.parent.is_dir():
@@ -506,7 +506,7 @@ class _ResumeFile:
             if not found.batches:
                 raise StatisticsError(
                     f"{self.path} holds a finished calibration, which cannot be resumed. To use "
-                    "its statistics, pass Statistics.load(file) instead of batches"
+                    "its statistics, pass Statistics.load(file) instead of batches, without resume="
                 )
             found.apply(prepared, partial=False, to_go_on=True)
             self._batches = found.batches

@@ -103,7 +103,7 @@ def learn(
         learning = algorithms_of(plan.claims).learning(plan.claims)
         words = ", ".join(dict.fromkeys(algorithm.word for algorithm, *_ in learning))
         raise CalibrationError(
-            f"{words} cannot learn part by part: the program writes to its buffers "
+            f"{words} cannot be applied: the program writes to its buffers "
             f"({', '.join(written)}), so the result for a batch depends on earlier batches. "
             f"Remove {words} from algorithms="
         )
@@ -160,7 +160,7 @@ class _Walk:
                         "only run as a whole"
                     )
                 if product.node.name not in self.quantized.place:
-                    raise NotChanged("it was replaced by an observer from another package")
+                    raise NotChanged("an observer from another package replaces it in conversion")
                 yield _Asked(algorithm, part, product)
 
     def units(self, asked: Sequence[_Asked]) -> list[_Unit]:

@@ -140,7 +140,7 @@ class Statistics:
                 if groups.get(site, entry.sites) != entry.sites:
                     raise StatisticsError(
                         f"these statistics come from different quantizers: {site} is grouped with "
-                        "different tensors. Calibrate both parts with the same quantizer"
+                        "different tensors. Use the same quantizer in both calibrations"
                     )
             mine = found.get(entry.sites)
             try:

@@ -227,7 +227,7 @@ def _check_whole(entries: tuple[Entry, ...], batches: int) -> None:
     """
     sites = [site for entry in entries for site in entry.sites]
     if len(sites) != len(set(sites)) or not all(entry.sites for entry in entries):
-        raise ValueError("every tensor must have exactly one entry, and every entry a tensor")
+        raise ValueError("each tensor needs exactly one entry, and each entry at least one tensor")
     if batches < 0:
         raise ValueError(f"batches must not be negative, got {batches}")
 
@@ -254,7 +254,7 @@ def _check_facts(facts: Facts) -> None:
     if low is not None and high is not None:
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise ValueError(
-                f"minimum and maximum must be finite and in order, got [{low}, {high}]"
+                f"the range must be finite, with minimum <= maximum, got [{low}, {high}]"
             )
         if facts.histogram is not None:
             facts.histogram.minimum, facts.histogram.maximum = low, high
@@ -273,7 +273,7 @@ def _check_channels(seen: Channels) -> None:
         raise ValueError("channel ranges are invalid")
     if seen.histograms is not None:
         if seen.histograms.exponents.shape != seen.low.shape:
-            raise ValueError("every channel must have a range and an exponent")
+            raise ValueError("every channel histogram must have a range and an exponent")
         seen.histograms.low, seen.histograms.high = seen.low, seen.high
 
 
@@ -310,7 +310,7 @@ def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
         raise ValueError("the bins or counts of a histogram are invalid")
     whole = not (counts.is_floating_point() or bins.is_floating_point())
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
-        raise ValueError("a histogram must have unique bins and integer counts")
+        raise ValueError("a histogram must have distinct integer bins and integer counts")
     if abs(exponent) > _FARTHEST:
         raise ValueError(f"the exponent of a histogram is out of range: {exponent}")
     found = Histogram()

@@ -218,7 +218,7 @@ def _batches(path: Path, inputs: Inputs, batch_size: int | None) -> Iterator[lis
         return
     if batch_size is not None:
         raise CalibrationError(
-            f"{path} holds a list of batches, which --batch-size cannot cut; remove --batch-size"
+            f"{path} holds a list of batches, which --batch-size cannot split; remove --batch-size"
         )
     if not data:
         raise CalibrationError(f"{path} holds an empty list; expected at least one batch")
@@ -239,8 +239,8 @@ def _read(path: Path) -> Any:
     except Exception as error:  # a damaged pickle fails in any way
         raise CalibrationError(
             f"{path} cannot be loaded by torch.load with weights_only=True "
-            f"({type(error).__name__}). It may only contain tensors, and lists, tuples and dicts "
-            "of them"
+            f"({type(error).__name__}). The file may only contain tensors and lists, tuples "
+            "or dicts of tensors"
         ) from error
 
 

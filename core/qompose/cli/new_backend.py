@@ -71,7 +71,7 @@ def new_backend(name: str, parent: Path) -> Path:
         if target.is_symlink() or (
             target.exists() and not (target.is_dir() and not any(target.iterdir()))
         ):
-            raise ProjectError(f"{target} already exists; choose another name or move it")
+            raise ProjectError(f"{target} already exists; move it or choose another name")
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as scratch:
             draft = Path(scratch) / target.name
             for path, text in _rendered(facts).items():
@@ -119,8 +119,8 @@ def _check(name: str) -> None:
     for point in entry_points(group=GROUP):
         if point.name.replace("-", "_") == name.replace("-", "_"):
             raise ProjectError(
-                f"a backend {point.name!r} is already installed by "
-                f"{metadata_field(point.dist, 'name')}; choose another name or uninstall it"
+                f"the backend name {point.name!r} is taken by the installed package "
+                f"{metadata_field(point.dist, 'name')}; use another name or uninstall that package"
             )
 
 

@@ -147,7 +147,7 @@ def _write(
     from qompose.storage.artifact import save
 
     if options.lowered is not None and not callable(getattr(lowered, "save", None)):
-        raise UserError(f"the target {options.target!r} has no program file; remove --lowered")
+        raise UserError(f"the target {options.target!r} writes no program file; remove --lowered")
     files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
     files += [(options.html, found.save)] if options.html else []
     written = []
@@ -214,7 +214,7 @@ def _calibrate(options: Namespace, results: Results) -> int:
         if options.model or options.backend or options.config or options.calibration:
             raise UserError(
                 "--merge accepts only statistics files; it cannot be combined with a program, "
-                "backend or data"
+                "--backend, --config or --calibration"
             )
         first, *others = map(Statistics.load, options.merge)
         found = first.merged(*others)

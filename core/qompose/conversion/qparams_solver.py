@@ -153,9 +153,9 @@ class QParamsSolver:
         gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
         if gone and not self._observers:
             raise StageError(
-                "the prepared model lost the observers of "
+                "the prepared model has lost the observers of "
                 f"{', '.join(map(self.describe, gone))}. Convert the model that prepare_pt2e "
-                "returned or a deep copy of it, not a re-traced one."
+                "returned or a deep copy of it, not a re-traced model."
             )
         for number in gone:  # somebody took it out of the graph, which is the way of this field
             self._observers[number] = PlaceholderObserver()
@@ -210,8 +210,8 @@ class QParamsSolver:
             applied = weight.applied(q)
             if applied is None:
                 raise CalibrationError(
-                    f"the scales of {self.describe(number)} differ from those its integers "
-                    "were learned for. Run qompose.calibrate again, with data"
+                    f"the integers of {self.describe(number)} were learned for other scales or "
+                    "zero points. Run qompose.calibrate again with batches"
                 )
             found.qparams[number], found.integers[number] = applied
             found.made.append(weight.line)

@@ -92,7 +92,7 @@ def named_choices_of(choices: object) -> dict[str, QuantizationConfig | None]:
         raise UserError(f"two choices are named {again[0]!r}; pass a mapping with distinct names")
     if not pairs:
         raise UserError(
-            "choices is empty: pass at least one configuration, or None for float. The quantizer's "
+            "choices is empty; it must contain a configuration or None (float). The quantizer's "
             "own configuration is always included"
         )
     return dict(pairs)
@@ -130,8 +130,8 @@ class MixedSearch:
     def _check_sites(self) -> None:
         if not self.sites:
             raise UserError(
-                "there is nothing to tune: no operator with parameters is quantized by a member with "
-                "selectors" + "".join(f"\n  - {note}" for note in self.notes)
+                "there is nothing to tune: no quantizer with selectors quantizes an operator with "
+                "parameters" + "".join(f"\n  - {note}" for note in self.notes)
             )
 
     def _adjustable(self) -> Iterator[tuple[str, SiteCost]]:

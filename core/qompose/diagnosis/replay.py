@@ -72,8 +72,8 @@ def side_of(model: Any, argument: str) -> Side:
     if isinstance(model, GraphModule) and isinstance(record, Record):
         if model.training and is_trained(model):
             raise StageError(
-                f"the {argument} of a comparison is in training mode, where batch norm and "
-                "dropout vary between runs; call .eval() first"
+                f"the {argument} of a comparison is in training mode, where dropout is random "
+                "and batch norm uses batch statistics; call .eval() first"
             )
         return Side(record.stage, _from_the_start(model, record), model, record)
     if isinstance(model, (ExportedProgram, GraphModule)):

@@ -199,7 +199,7 @@ def _described(
     node = nodes.get(name.partition("/")[0])
     if node is None:
         if name not in made:
-            raise ConfigError(f"the program has no {name!r}{near_names(name, {*nodes, *made})}")
+            raise ConfigError(f"there is no node {name!r}{near_names(name, {*nodes, *made})}")
         return {"node": name, "operator": made[name].operator, "module": made[name].module}
     called = operator_name(node.target) if node.op == "call_function" else node.op
     return {"node": name, "operator": called, "module": module_path(node)}
@@ -251,7 +251,7 @@ class _Inquiry:
         if node is None:
             base, _, piece = name.partition("/")
             known = [op.name for op in self.operators if op.name.startswith(f"{base}/")]
-            raise ConfigError(f"{base} has no piece {piece!r}{near_names(name, known)}")
+            raise ConfigError(f"{base} was not rewritten into {piece!r}{near_names(name, known)}")
         if is_nested_call(node):
             return "it calls subgraphs; ask about the operators in them, by their names in reports"
         return "it computes no floats, or it is an input, parameter or output of the program"

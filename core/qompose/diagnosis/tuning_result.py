@@ -155,7 +155,7 @@ class Tuning(Printable):
         if self.written is None:
             raise ConfigError(
                 "the tuned quantizer is defined in code and was not saved; create it again "
-                "and call apply() to set its selectors"
+                "and pass it to Tuning.apply() to set its selectors"
             )
         return quantizer_from_dict(self.written)
 

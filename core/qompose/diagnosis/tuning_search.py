@@ -125,7 +125,7 @@ def _check_target(max_drop: object, max_bytes: object, choices: object, ranking:
             raise UserError("max_bytes requires choices=")
     elif ranking is not None:
         raise UserError(
-            "ranking cannot be combined with choices=, because each choice is measured separately"
+            "ranking= cannot be combined with choices=: tune measures the cost of each choice"
         )
     if (max_drop is None) == (max_bytes is None):
         either = "max_drop" if choices is None else "exactly one of max_drop and max_bytes"

@@ -144,7 +144,7 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
         what = f"a {side.stage} model" if side.stage != OUTPUTS else "a callable"
-        raise StageError(f"converted must be the model that convert_pt2e returned, got {what}")
+        raise StageError(f"converted= must be the model that convert_pt2e returned, got {what}")
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
             "converted= belongs to a different program or has different parameters; pass the "

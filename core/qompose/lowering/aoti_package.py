@@ -215,8 +215,8 @@ def _as_exported(value: Any, example: Any) -> Any:
         return value
     if value.dtype is not example.dtype:
         raise UserError(
-            f"this package expects a {example.dtype} tensor, got {value.dtype} of shape "
-            f"{tuple(value.shape)}"
+            f"this package expects a {example.dtype} tensor, got a {value.dtype} tensor of "
+            f"shape {tuple(value.shape)}"
         )
     if example.is_contiguous():
         return value.contiguous()
@@ -241,8 +241,8 @@ def _check_reads(part: Part) -> None:
     """Raise CompilationError where torch would compute with a buffer's initial value in all calls (2.13)."""
     if read := sorted(read_before_written(part.graph.graph)):
         raise CompilationError(
-            "AOTInductor makes constants of buffers that are read before they are written: "
-            f'{", ".join(read)}. Use mode="default", write them first, or pass the state in and '
+            "buffers that are read before they are written become constants in AOTInductor: "
+            f'{", ".join(read)}. Use mode="default", write to them first, or pass the state in and '
             "out as arguments and results."
         )
 
@@ -276,7 +276,7 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
         raise CompilationError(
             "A package cannot contain operators from outside torch:\n"
             f"{listed}\n"
-            'Use mode="default" to compile for this process, or leave the claimed operators in '
+            'Use mode="default" to compile for this process, or leave these operators in '
             "float."
         )
 

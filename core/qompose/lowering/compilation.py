@@ -184,8 +184,8 @@ def compile_lowered(
     if ONLY in methods and record.methods and record.state:
         raise UserError(
             "this method writes to state that is shared by the methods "
-            f"{', '.join(record.methods)}; compile them together by passing the result of "
-            "lower to compile_lowered"
+            f"{', '.join(record.methods)}; compile them together by passing the whole result "
+            "of lower to compile_lowered"
         )
     state = _own_state(methods)
     _check_toolchain()
@@ -213,14 +213,14 @@ def _own_state(methods: Mapping[str, GraphModule]) -> dict[str, Tensor]:
         for path in sorted(frozenset().union(*written.values()) & held.keys()):
             if address_of(found.setdefault(path, held[path])) != address_of(held[path]):
                 raise UserError(
-                    f"method {name!r} and other methods have different buffers {path!r}; "
-                    "lower them together, as in lower({name: converted, ...})"
+                    f"method {name!r} does not share the buffer {path!r} with other methods; "
+                    "lower all methods together, as in lower({name: converted, ...})"
                 )
             if path not in written[name]:
                 raise UserError(
                     f"method {name!r} only reads the buffer {path!r}, which another method "
-                    f"writes to, so compiled code would keep its current value. Make {name!r} "
-                    "write to it too"
+                    "writes to, so compiled code would treat the buffer as a constant. Make "
+                    f"{name!r} write to the buffer too"
                 )
     return copies_of(found)
 
@@ -304,7 +304,7 @@ def _destination(mode: str, path: object) -> Path | None:
     if path is None:
         return None
     if mode != PACKAGE:
-        raise UserError(f'path requires mode="package", got mode={mode!r}')
+        raise UserError(f'path= requires mode="package", got mode={mode!r}')
     if not isinstance(path, (str, PathLike)):
         raise UserError(f"path must be a str or os.PathLike, got {path!r}")
     file = Path(path)
@@ -320,7 +320,7 @@ def _lowered_record(lowered: object) -> Record:
     if record.target != "torch" or not isinstance(lowered, GraphModule):
         raise TargetError(
             f"This model was lowered for {record.target!r}, which does not need compilation. "
-            'To compile with torch, lower it for target="torch".'
+            'To compile with torch, lower the converted model with target="torch".'
         )
     return record
 
@@ -336,7 +336,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         close = near_names(unknown[0], known)
         raise UserError(f"torch's compiler has no option {unknown[0]!r}{close}")
     if not given.get("freezing", True):
-        raise UserError('options={"freezing": False} would repack weights in every call; remove it')
+        raise UserError('options={"freezing": False} would repack weights on every call; remove it')
     return given
 
 

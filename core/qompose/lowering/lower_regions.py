@@ -209,7 +209,7 @@ def find_target(name: str, record: Record) -> Target:
     if owners and not tables and not (name in known and known[name].reads_qdq):
         raise TargetError(
             f"This composition cannot be lowered to {name!r}: {_list(owners)} "
-            f"{_ONLY_ANNOTATES}, so there are no kernels. Run or export the converted model "
+            "can only annotate, so there are no kernels. Run or export the converted model "
             "instead."
         )
     if name not in known or any(name not in _targets(backend) for backend in tables.values()):
@@ -455,7 +455,7 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     if target.finish_methods is None:
         raise TargetError(
             f"A program for the target {target.name!r} can only have one method, got "
-            f"{len(steps)} ({', '.join(steps)}). Lower each model separately."
+            f"{len(steps)} ({', '.join(steps)}). Lower each method separately."
         )
     program, parts = target.finish_methods(
         {name: (step.model, call_signature(step.model)) for name, step in steps.items()}
@@ -477,7 +477,7 @@ def lowered_record(step: Step, finished: Finished) -> Record:
     unknown = set(remarks) - {operator.name for operator in record.plan.operators}
     if unknown:
         raise ConfigError(
-            f"target {step.target.name!r} reported on {_list(unknown)}, which the program "
+            f"target {step.target.name!r} returned remarks on {_list(unknown)}, which the program "
             "does not contain"
         )
     kernels, fallbacks = _settled(step, finished)

@@ -295,8 +295,8 @@ def _trained(spec: Any, learned: bool) -> Any:
         factory = MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
-            f"{kind.__name__} searches for its range, which is too slow for training. Use the "
-            'default, "minmax", "moving_average" (activations only), or fake_quantize="learned"'
+            f"{kind.__name__} searches for the best range, which is too slow for training. Use "
+            'range="minmax" or "moving_average", weight_range="minmax", or fake_quantize="learned"'
         )
     return replace(spec, observer_or_fake_quant_ctr=ObserverFactory(made, (("observer", factory),)))
 
@@ -452,8 +452,8 @@ def _write_algorithm(choice: Any, path: str) -> Any:
     kind = algorithm_class(word, path)
     if type(choice) is not kind:
         raise ConfigError(
-            f"{path} is {choice!r}, which cannot be saved: the name {word!r} stands for "
-            f"{kind.__name__}"
+            f"{path} is {choice!r}, which cannot be saved: the name {word!r} refers to "
+            f"another class, {kind.__name__}"
         )
     return {word: _options_of(kind, path).write(choice, f"{path}.{word}")}
 
@@ -462,7 +462,7 @@ def _read_algorithm(data: Any, path: str) -> Any:
     if isinstance(data, str) or not isinstance(data, Mapping):
         return TEXT.read(data, path)
     if len(data) != 1:
-        raise ConfigError(f"{path} must be an algorithm name, or a name with options, got {data!r}")
+        raise ConfigError(f"{path} must be an algorithm name or {{name: options}}, got {data!r}")
     ((word, options),) = data.items()
     kind = algorithm_class(word, path)
     try:

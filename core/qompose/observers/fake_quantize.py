@@ -322,7 +322,7 @@ def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
     made = made_by(given, arguments)
     if not isinstance(made, Observer) or isinstance(made, FakeQuantize):
         raise ConfigError(
-            f"observer={given!r} creates a {type(made).__name__}, but qompose's "
+            f"observer={given!r} creates an instance of {type(made).__name__}, but qompose's "
             "fake quantizers require a qompose observer"
         )
     return made

@@ -199,7 +199,7 @@ class ChannelHistograms:
             vars(self).update(copy.deepcopy(vars(other)))
             return
         if self.low.shape != other.low.shape:
-            raise StatisticsError(f"numbers of slices differ: {len(self.low)} and {len(other.low)}")
+            raise StatisticsError(f"numbers of channels differ: {len(self.low)}, {len(other.low)}")
         exponents = torch.maximum(self.exponents, other.exponents)
         self.values += other.values
         counts = _coarser(self.counts.to(self.counts_dtype), exponents - self.exponents)

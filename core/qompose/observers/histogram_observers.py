@@ -248,7 +248,7 @@ class PerChannelHistogramObserver(SearchingObserver):
         seen = facts.channels
         if seen is None or seen.axis != self.ch_axis or seen.histograms is None:
             raise StatisticsError(
-                f"no histograms were recorded for the slices along dimension {self.ch_axis}"
+                f"no per-channel histograms were recorded along dimension {self.ch_axis}"
             )
         super().take(facts)
         self.histograms = ChannelHistograms()

@@ -54,8 +54,8 @@ class Means:
         """
         if self.total.shape != other.total.shape:
             raise StatisticsError(
-                f"means of {len(self.total)} and of {len(other.total)} channels do not belong "
-                "to the same tensor"
+                f"means of {len(self.total)} channels and of {len(other.total)} channels cannot "
+                "belong to the same tensor"
             )
         largest = max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x)
         return Means(self.total + other.total, self.count + other.count, largest)
@@ -63,9 +63,9 @@ class Means:
     def values(self) -> Tensor | str:
         """Return the mean of each channel, `(C,)` in float64, or the reason why they are not known."""
         if not self.count:
-            return "it never saw data"
+            return "no calibration data"
         if not self.largest * _STEPS * self.count < _ROOM:
-            return f"its values reach {self.largest:g}, too large to be summed exactly"
+            return f"values reach {self.largest:g}, too large to be summed exactly"
         return self.total.double() / (_STEPS * self.count)
 
     def same(self, other: Means) -> bool:
@@ -237,7 +237,7 @@ class Moments:
         """
         if (self.columns, self.total.shape) != (other.columns, other.total.shape):
             raise StatisticsError(
-                "second moments of different columns do not belong to the same tensor"
+                "second moments can only be merged if they are of the same columns"
             )
         return Moments(self.columns, self.total + other.total, self.count + other.count)
 
@@ -313,7 +313,7 @@ class MomentObserver(_SumObserver):
             StatisticsError: they are of other columns.
         """
         if moments.total.shape != self.total.shape:
-            raise StatisticsError("the statistics have second moments of other columns")
+            raise StatisticsError("the second moments in the statistics do not fit this tensor")
         self.total, self.count = moments.total.clone(), moments.count.clone()
 
 

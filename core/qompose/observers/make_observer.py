@@ -132,7 +132,7 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
     if spec.qscheme in FLOAT_ZERO_POINT and integer_bounds(spec, observer)[0] != 0:
         raise ConfigError(
             f"its observer {kind} assumes quant_min=0 for {spec.qscheme}, but the "
-            f"specification is {describe_spec(spec)}. Use integers that start at 0, or an "
+            f"specification is {describe_spec(spec)}. Set quant_min=0, or use an "
             "observer from qompose.observers"
         )
 

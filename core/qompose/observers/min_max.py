@@ -136,7 +136,7 @@ class Observer(ObserverBase):
         """Update the statistics with the tensors of all processes that train together, alike in each."""
         raise ConfigError(
             f"{type(self).__name__} of {self.subject} cannot merge ranges across processes. "
-            'Train in one process, or use range="minmax", "moving_average" or a histogram'
+            'Train in one process, or use range="minmax", "moving_average" or "histogram"'
         )
 
     def facts(self) -> Facts:
@@ -412,9 +412,7 @@ class PlaceholderObserver(_WithoutStatistics):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            "a PlaceholderObserver has no quantization parameters; they are computed at run time"
-        )
+        raise ConfigError("a PlaceholderObserver does not compute quantization parameters")
 
 
 class FixedQParamsObserver(_WithoutStatistics):

@@ -83,7 +83,7 @@ class Facts:
         for part in (self, other):
             if part.averaged:
                 raise StatisticsError(
-                    f"a {part.averaged} depends on the order of batches, so it cannot be "
+                    f"{part.averaged} depends on the order of batches, so its statistics cannot be "
                     'merged; use range="minmax" or range="histogram"'
                 )
         if self.set_range != other.set_range:

@@ -169,8 +169,8 @@ def _check_not_folded(
             if path in constants and path not in held[method]:
                 raise UserError(
                     f"method {method!r} quantizes the buffer {path!r} as a constant, but "
-                    f"method {writer!r} writes to it. Leave its reader in float: call "
-                    f"set_module_name(..., None) for the module that reads it in {method!r}"
+                    f"method {writer!r} writes to it. Call set_module_name(..., None) for the "
+                    f"module of {method!r} that reads the buffer, to leave that module in float"
                 )
 
 

@@ -90,8 +90,8 @@ def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> N
         first = next(iter(counts))
         if count != counts[first]:
             raise SharingError(
-                f"{solver.who(first)} and {solver.who(point)} share quantization parameters "
-                f"({describe_spec(group.spec)}), but need scale shapes {counts[first]} and {count}"
+                f"{solver.who(first)} and {solver.who(point)} share quantization parameters ("
+                f"{describe_spec(group.spec)}) but need scales of shape {counts[first]} and {count}"
             )
 
 
@@ -113,7 +113,7 @@ def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[spec.ch_axis],)
     except IndexError:
         raise ConfigError(
-            f"dimension {spec.ch_axis} is not a channel dimension of a tensor of shape {shape}"
+            f"ch_axis={spec.ch_axis} is out of range for a tensor of shape {shape}"
         ) from None
 
 

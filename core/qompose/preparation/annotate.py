@@ -409,7 +409,7 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
             if (pair := misplaced(result)) is not None:
                 raise MemberError(
                     f"{label}: {TRANSFORM} placed {pair[0]} before its input {pair[1]}. "
-                    "Insert nodes after everything they read, with "
+                    "Insert each node after all of its inputs, with "
                     "graph.inserting_after(...)."
                 )
             with _keeping_signature(label):

@@ -229,7 +229,7 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
     members = annotated.members.values()
     unmatched = [note for member in members for note in member.check_program(exported)]
     if strict and unmatched:
-        raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
+        raise UserError("\n  - ".join(["strict=True forbids unused selectors:", *unmatched]))
     claims = tuple(composition.chosen)
     planned = plan_groups(working, claims)
     groups, refused = algorithms_of(claims).with_channels(working, claims, planned)
@@ -386,11 +386,11 @@ def _check_replacement(observer: object, group: Group, subject: str) -> None:
     """Check that an observer that a callback put in estimates what the group's specification says."""
     where = f"prepare_obs_or_fq_callback replaced the observer of {subject}"
     if not isinstance(observer, nn.Module) or not hasattr(observer, "calculate_qparams"):
-        raise ConfigError(f"{where} with {observer!r}, which has no calculate_qparams")
+        raise ConfigError(f"{where} with {observer!r}, not a module with calculate_qparams")
     for name in ("dtype", "quant_min", "quant_max", "qscheme"):
         wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
         if wanted is not None and found is not None and wanted != found:
-            raise ConfigError(f"{where}, but its {name} is {found} instead of {wanted}")
+            raise ConfigError(f"{where}, but the new observer's {name} is {found}, not {wanted}")
 
 
 def _observer(

@@ -195,7 +195,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     if not found:
         raise SelectorError(
             f"{name} is not a single aten operator; pass the operators it is exported as "
-            "(torch.ops.aten...), or the module that calls it"
+            "(torch.ops.aten...), or the type of the module that calls it"
         )
     return frozenset(found)
 

@@ -62,7 +62,7 @@ class CallArgument:
             return repr(self.value)
         if self.is_number:
             return f"a Python {self.dtype}"
-        return f"a {self.dtype} tensor of ({', '.join(map(str, self.sizes))})"
+        return f"a tensor of dtype {self.dtype} and shape ({', '.join(map(str, self.sizes))})"
 
     @property
     def is_fixed(self) -> bool:
@@ -249,7 +249,7 @@ def _shown(given: Any) -> str:
     dtype, device = str(given.dtype).removeprefix("torch."), given.device.type
     layout = "" if given.layout is torch.strided else f", {given.layout}"
     where = "" if device == "cpu" else f" on {device}"
-    return f"a {dtype} tensor of {tuple(given.shape)}{where}{layout}"
+    return f"a tensor of dtype {dtype} and shape {tuple(given.shape)}{where}{layout}"
 
 
 def _drawn(spec: pytree.TreeSpec) -> str:

@@ -214,7 +214,7 @@ class Values:
             now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
             if moved or not (alike or was in nodes):
-                raise SignatureError(f"it returns {now.name} as output {number}, expected {was}")
+                raise SignatureError(f"output {number} is {now.name}, expected {was}")
             if not alike:
                 leaves[place] = nodes[was]
                 yield f"the returned {was}"
@@ -335,7 +335,7 @@ class KeptNames:
         graph = result.graph
         inputs = graph.find_nodes(op="placeholder")
         if len(inputs) != len(part.inputs):
-            raise SignatureError(f"it has {len(inputs)} inputs, expected {len(part.inputs)}")
+            raise SignatureError(f"found {len(inputs)} inputs, expected {len(part.inputs)}")
         if not graph.find_nodes(op="output"):
             raise SignatureError("it has no output node")
         returned = len(pytree.tree_leaves(graph.output_node().args[0]))

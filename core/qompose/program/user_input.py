@@ -59,8 +59,8 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     if earlier and (lowered or not converted):
         done, name = ("lowered", lowered) if lowered else ("prepared", earlier[0].name)
         raise StageError(
-            f"{function} expects a program of float operators, but {name} was {done} before "
-            "the export; export the model that convert_pt2e returns"
+            f"{function} expects a program without prepared or lowered parts, but {name} was "
+            f"{done} before the export; export the model that convert_pt2e returns instead"
         )
     if isinstance(model, ExportedProgram):
         return _forgetting(unlifted(model))

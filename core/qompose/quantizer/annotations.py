@@ -93,8 +93,8 @@ def propose_annotations(
             returned = call(snapshot)
         if returned is not None and returned is not snapshot:
             raise UserError(
-                f"{owner}: {hook} must annotate the given program in place and return it or "
-                f"None; it returned another object of type {type(returned).__name__}"
+                f"{owner}: {hook} must return the given program or None, but it returned "
+                f"another object of type {type(returned).__name__}"
             )
         after = checksums(buffers)
         if written := [name for name in numbers if after[name] != numbers[name]]:

@@ -133,8 +133,8 @@ class Quantizer(ABC):
             ConfigError: they contain something that JSON cannot express, such as a function.
         """
         raise ConfigError(
-            f"{self.name} is defined in code and cannot be saved; create it in code wherever it is "
-            "needed"
+            f"{self.name} is defined in code and cannot be saved; construct it in code instead of "
+            "loading it"
         )
 
     def to_json(self) -> str:

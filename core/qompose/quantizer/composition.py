@@ -63,7 +63,7 @@ class ComposableQuantizer(Quantizer):
             )
         if not quantizers:
             raise UserError(
-                "A composition requires at least one quantizer or name of an installed "
+                "A composition requires at least one quantizer or the name of an installed "
                 "backend. `qompose backends` lists the installed ones."
             )
         self.quantizers = tuple(adapt(quantizer) for quantizer in quantizers)
@@ -269,7 +269,7 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"expected an object with the key members, or with backend and selectors, got {data!r}"
+            f"expected a dict with 'members', or with 'backend' and 'selectors', got {data!r}"
         )
     if "members" in data:
         check_keys({"on_conflict": PRIORITY, **data}, ("members", "on_conflict"))

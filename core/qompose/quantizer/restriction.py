@@ -192,12 +192,12 @@ def restrict(
     if not isinstance(adapted, Restricted):
         return Restricted(adapted, left, wanted)
     if wanted is not None and adapted.only is not None:
-        raise UserError(f"{adapted.name} is already restricted by only=; list everything there")
+        raise UserError(f"{adapted.name} is already restricted by only=; combine both in one only=")
     both = adapted.only if wanted is None else wanted
     return Restricted(adapted.member, (*adapted.excluded, *left), both)
 
 
 def _settings(argument: str, entries: object) -> tuple[Setting, ...]:
     if isinstance(entries, (str, re.Pattern)) or not isinstance(entries, Iterable):
-        raise SelectorError(f"{argument} must be a list of selectors, got {entries!r}")
+        raise SelectorError(f"{argument}= must be a list of selectors, got {entries!r}")
     return tuple(setting_of(entry, None) for entry in entries)

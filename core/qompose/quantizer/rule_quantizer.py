@@ -396,7 +396,7 @@ def _operators(written: object) -> Kind:
     if unknown:
         raise SelectorError(
             f"no operator {' or '.join(map(repr, unknown))} is registered; if it belongs to "
-            "another package, import that first"
+            "another package, import that package first"
         )
     return Kind(operators=frozenset(names))
 
@@ -469,7 +469,7 @@ def _setting_to_data(setting: Setting, named: Named) -> dict[str, Any]:
     if setting.level == FILTER:
         raise ConfigError(
             f"{setting.label} is code, so it cannot be saved; select the operators by "
-            "subgraph, module name or call instead"
+            "type, module name or subgraph instead"
         )
     key = _FORMS[setting.level].write(setting.key)
     return {"select": setting.level, **key, "config": _config_to_data(setting.config, named)}

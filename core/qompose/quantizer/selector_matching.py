@@ -76,10 +76,10 @@ def _called(setting: Setting, program: Program) -> Iterable[Node]:
     if call.index >= len(calls):
         made = ", ".join(nodes[0].name for nodes in calls) or "none"
         raise SelectorError(
-            f"set_module_name_object_type_order: index {call.index} is out of range: "
-            f"{call.module or 'the model'} itself has {len(calls)} calls of {call.kind.label} "
-            f"({made}). Indices start at 0. Calls inside its submodules do not count; name "
-            "those modules instead."
+            f"set_module_name_object_type_order: index {call.index} is out of range. Calls "
+            f"of {call.kind.label} directly in {call.module or 'the model'}: {made}. Indices start "
+            "at 0. Calls in submodules do not count; to select one of them, pass the path of "
+            "its submodule instead."
         )
     return calls[call.index]
 

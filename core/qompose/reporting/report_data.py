@@ -355,8 +355,8 @@ class Report(Printable):
                 return found
         known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
         raise UserError(
-            f"{name!r} is not the name, module or type of a float operator of the "
-            f"model{near_names(name, known)}"
+            f"{name!r} is not the name, module or type of an operator in the "
+            f"report{near_names(name, known)}"
         )
 
     def summary(self) -> list[tuple[str, str, str, str, int, int]]:
@@ -416,7 +416,7 @@ class Report(Printable):
         except ValueError as error:
             wanted = ", ".join(field.name for field in fields(cls))
             raise ConfigError(
-                f"this is not a report of this qompose version ({error}); expected fields: {wanted}"
+                f"not a report from this qompose version ({error}); expected fields: {wanted}"
             ) from error
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -625,10 +625,10 @@ def check_comparison(
     same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
-            "the comparison and the report belong to different models: the comparison is of a "
-            f"{comparison.reference} and a {comparison.other} program with {_some(compared)}, "
-            f"parameters {comparison.fingerprint[:8] or 'unknown'}; the report of a {stage} "
-            f"program with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+            "the comparison and the report belong to different models: the comparison is of "
+            f"{comparison.reference} and {comparison.other} programs with {_some(compared)} "
+            f"(hash {comparison.fingerprint[:8] or 'unknown'}), and the report is of a {stage} "
+            f"program with {_some(operators)} (hash {fingerprint[:8] or 'unknown'})"
         )
 
 

@@ -99,7 +99,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
     """
     if isinstance(algorithms, str) or not isinstance(algorithms, (tuple, list)):
         raise ConfigError(
-            f"algorithms must be a tuple of names from {ALGORITHM_WORDS}, got {algorithms!r}"
+            f"algorithms must be a tuple of names or Algorithm objects, got {algorithms!r}"
         )
     found: dict[str, AlgorithmChoice] = {}
     for choice in algorithms:

@@ -49,8 +49,8 @@ def quantized_range(
     whole = all(isinstance(bound, Integral) for bound in (low, high))
     if not whole or not info.min <= low <= 0 <= high <= info.max or low == high:
         raise ConfigError(
-            f"quant_min={low!r}, quant_max={high!r} must be distinct integers in {dtype} "
-            f"[{int(info.min)}, {int(info.max)}] whose range contains zero"
+            f"quant_min={low!r} and quant_max={high!r} must be distinct integers in {dtype} "
+            f"[{int(info.min)}, {int(info.max)}], with quant_min <= 0 <= quant_max"
         )
     return low, high
 

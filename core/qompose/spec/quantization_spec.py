@@ -354,13 +354,13 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
 def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
     if spec.qscheme in SYMMETRIC and low == 0 and (spec.dtype, high) != (torch.uint8, 255):
         raise ConfigError(
-            f"dynamic symmetric quantization to [{low}, {high}] would put the zero point out "
-            "of range: torch's operator only supports the full range of uint8. Use an affine "
+            f"dynamic symmetric quantization to [{low}, {high}] is not supported: for quant_min=0, "
+            "torch's operator requires the full range of uint8. Use an affine "
             "qscheme, or int8 with a negative quant_min."
         )
     if spec.dtype in FLOAT8:
         raise ConfigError(
-            "dynamic quantization requires an integer dtype: no operator computes scales for "
+            "dynamic quantization requires an integer dtype: choose_qparams does not support "
             f"{spec.dtype}"
         )
     if spec.qscheme in FLOAT_ZERO_POINT:
@@ -377,7 +377,7 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         )
     if (spec.dtype, low, high) != (torch.int8, -128, 127):
         raise ConfigError(
-            f"dynamic quantization per {'token' if spec.block_size == (-1,) else 'item'} must be int8 "
+            f"dynamic quantization with block_size={spec.block_size} must be int8 "
             f"[-128, 127], got {spec.dtype} [{low}, {high}]"
         )
 

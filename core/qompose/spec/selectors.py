@@ -236,7 +236,7 @@ def for_filter(function: Callable[[Node], object], config: QuantizationConfig | 
 def check_predicate(function: object) -> None:
     """Raise SelectorError unless `function` can be called."""
     if not callable(function):
-        raise SelectorError(f"expected a function of a node, got {function!r}")
+        raise SelectorError(f"expected a function that takes a node, got {function!r}")
 
 
 def for_name(name: str, config: QuantizationConfig | None) -> Setting:

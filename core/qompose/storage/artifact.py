@@ -107,7 +107,7 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         converted = _sharing(converted)
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
-        raise UserError(f"save expects one stage and target ('': converted), got {sorted(targets)}")
+        raise UserError(f"save expects one target for all methods, or none; got {sorted(targets)}")
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)
@@ -147,7 +147,7 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         raise StageError(
             "This lowered model has no converted model, which save requires: it came from load or pickle, "
             "or from lower with keep_converted=False. Save the converted model, copy the file, or save the "
-            "result of load(path, as_converted=True), lowered or not."
+            "result of load(path, as_converted=True)."
         )
     return record.source, record
 

@@ -237,7 +237,7 @@ def _check(path: str, tensor: Tensor) -> None:
         raise NotStorable(f"{path}, a {type(tensor).__module__}.{type(tensor).__qualname__}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
-        raise NotStorable(f"{path}, a tensor without strided memory ({kind})")
+        raise NotStorable(f"{path}, a {kind} tensor")
     if tensor.is_conj() or tensor.is_neg():
         raise NotStorable(
             f"{path}, a lazy conjugate or negative (call resolve_conj and resolve_neg)"
@@ -302,7 +302,7 @@ def _check_devices(devices: Collection[str]) -> None:
         except Exception as error:  # each kind of device says in its own way that it is not there
             raise ArtefactError(
                 f"its tensors were on the device {device!r}, which this process cannot use "
-                f"({error}). For machines without it, export and quantize the model on the "
+                f"({error}). For machines without the device, export and quantize the model on the "
                 "CPU."
             ) from error
 

@@ -120,7 +120,7 @@ def encode_tree(spec: pytree.TreeSpec) -> str:
         if decode_tree(text) != spec:
             raise ValueError(f"{spec} does not survive a round trip")
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise NotStorable(f"arguments or results that cannot be stored: {error}") from error
+        raise NotStorable(f"arguments or results that torch cannot serialize: {error}") from error
     return text
 
 
@@ -242,9 +242,7 @@ class _Builder:
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
                 if name in _FUNCTIONS:
                     return self._computed(name, [self.build(part) for part in arguments])
-        raise ValueError(
-            f"invalid size {self._text[:80]!r}: only computations with sizes are allowed"
-        )
+        raise ValueError(f"invalid size {self._text[:80]!r}: only arithmetic on sizes is allowed")
 
     def _computed(self, name: str, arguments: list[Expression]) -> Expression:
         """Return a function of expressions; numbers stay as small as sizes are, and so do their hints."""

@@ -135,7 +135,7 @@ class ProgramWriter:
             value = get_attribute(module, _quotable(target))
         except ValueError as reason:
             raise NotStorable(
-                f"a parameter or buffer whose name cannot be stored: {reason}"
+                f"a parameter or buffer whose name is not supported: {reason}"
             ) from None
         if isinstance(value, GraphModule):
             inner[target] = self._graph(value, f"{prefix}{target}.")
@@ -172,7 +172,7 @@ class ProgramWriter:
         if isinstance(value, Symbolic):
             return {"symbolic": self._symbols.encode(value)}
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise NotStorable(f"an example {type(value).__qualname__} that is not a strided tensor")
+            raise NotStorable(f"a non-strided example value of type {type(value).__qualname__}")
         parts = (value.dtype, value.device, list(value.shape), list(value.stride()))
         encoded = [encode(part, self._encode_example) for part in parts]
         return {"tensor": [*encoded, value.requires_grad]}
@@ -387,7 +387,7 @@ def _check_arguments(graph: Graph) -> None:
     returned = len(given) if isinstance(given, (list, tuple)) else 1
     specs = ((info.in_spec, taken), (info.out_spec, returned))
     if any(spec is not None and spec.num_leaves != number for spec, number in specs):
-        raise ValueError("its arguments or results do not match its graph")
+        raise ValueError("the graph does not match its recorded arguments or results")
 
 
 def _quotable(text: object) -> str:

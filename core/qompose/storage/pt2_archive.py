@@ -83,8 +83,8 @@ def _entries(archive: ZipFile) -> dict[str, str]:
         name = info.filename.partition("/")[2]
         if name in entries or len(roots) > 1 or info.compress_type != ZIP_STORED:
             raise RefusedArchive(
-                f"its entry {info.filename!r} is compressed, duplicated, or outside its "
-                "top-level folder"
+                f"it has several top-level folders, or its entry {info.filename!r} is "
+                "compressed or duplicated"
             )
         if not _PLAIN.fullmatch(name):
             raise RefusedArchive(
@@ -122,7 +122,7 @@ def _check_examples(pickled: bytes) -> None:
         if pickled:
             torch.load(io.BytesIO(pickled), weights_only=True)
     except Exception as error:
-        raise RefusedArchive("its example inputs are not all tensors or numbers") from error
+        raise RefusedArchive("its example inputs do not load with weights_only=True") from error
 
 
 def _check_program(data: Any) -> None:

@@ -152,7 +152,7 @@ def takes_odd_data(suite: AlgorithmSuite, place: Place) -> None:
         except MemberError as error:
             raise ContractError(
                 f"{_about(suite, trial)}, calibrated with {kind}",
-                expected="it learns, or raises a qompose error with a reason",
+                expected="the algorithm learns, or raises a qompose error with a reason",
                 found=str(error),
                 remedy="check the data of the block, and raise NotChanged with a reason",
             ) from error

@@ -191,8 +191,8 @@ def has_configs(suite: Suite) -> None:
             lacking = ", ".join(sorted(rule.modes - tried - {ACTIVATION_ONLY}))
             raise ContractError(
                 f"{_subject(backend)}, rule {rule.name!r}",
-                expected=f"a named configuration for each mode of the rule: {lacking}",
-                found=f"it supports {', '.join(suite.fitting(rule)) or 'none'}",
+                expected=f"a named configuration for each mode of the rule, including {lacking}",
+                found=f"configurations for the rule: {', '.join(suite.fitting(rule)) or 'none'}",
                 remedy=(
                     "add such a configuration so that the mode is tested, or remove the mode "
                     "from the rule"
@@ -393,8 +393,8 @@ def _check_quality(suite: Suite, rows: Gathering, subject: str, model: Any) -> N
             expected=f"at least {least:.3g} dB on each row (min_sqnr)",
             found=f"{sqnr(wanted[worst], actual[worst]):.1f} dB in output {worst}",
             remedy=(
-                "check which specifications meet there, and whether the kernel reads those of "
-                "its inputs"
+                "compare the specifications of adjacent operators, and check that the kernel "
+                "uses those of its inputs"
             ),
         )
 

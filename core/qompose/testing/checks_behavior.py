@@ -234,7 +234,7 @@ def imports_cleanly(suite: Suite) -> None:
         [sys.executable, "-c", _IMPORT, source], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise Blocked("test_loads", f"backend {source!r} in a separate process: {done.stderr}")
+        raise Blocked("test_loads", f"{source!r} in a separate process ({done.stderr.strip()})")
     _expect_nothing(f"backend {source!r}, on import", json.loads(done.stdout))
 
 

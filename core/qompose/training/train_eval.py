@@ -341,7 +341,7 @@ def _check_exported(model: Any) -> None:
     if isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes):
         return
     raise StageError(
-        "expected the GraphModule of an exported program, or of a later stage, got "
+        "expected the GraphModule of an exported, prepared or converted program, got "
         f"{type(model).__name__!r}; use torch.export.export(model, ...).module()"
     )
 
@@ -476,7 +476,7 @@ class QATSchedule:
             if number is not None and (isinstance(number, bool) or not number >= 0):
                 raise ConfigError(f"{name} must be a non-negative step number, got {number!r}")
         if self.observers_until == 0:
-            raise ConfigError("observers_until=0 leaves no step to estimate ranges in")
+            raise ConfigError("observers_until=0 leaves no steps for estimating ranges")
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Put a prepared model into the state of a step or epoch, counted from 0, however it came there."""

@@ -102,7 +102,7 @@ def _length(bags: Bags) -> int:
     raise NotLowerable(
         "the target has no embedding bag operator. Bags of equal length are lowered to a "
         "lookup and a reduction if their offsets are torch.arange(0, number of indices, length), "
-        "as for a matrix of indices"
+        "as they are for 2-D indices"
     )
 
 
@@ -153,7 +153,7 @@ def _arguments(region: Region, table: QuantizedTensor, form: TableFormat) -> lis
     elif form.width == 1:  # the operator mistakes groups of one value for none
         node = region.constant(f"{path}_doubled", torch.cat([table.tensor] * 2, 1))
     if form.padding and scale.shape[1] > 1:
-        raise NotLowerable(f"groups in rows of {form.width} values do not fill whole bytes")
+        raise NotLowerable(f"grouped rows of {form.width} values do not fill whole bytes")
     if scale.shape[1] == 1:
         scale, zero_point = scale.squeeze(1), zero_point.squeeze(1)
     zero_points = None  # stands for zeros

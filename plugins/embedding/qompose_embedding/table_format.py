@@ -44,7 +44,7 @@ def format_of(table: QuantizedTensor) -> TableFormat:
     integers = table.tensor
     if table.dtype not in (torch.uint8, torch.int8) or integers.dim() != 2:
         raise NotLowerable(
-            f"the table must be a matrix of int8 or uint8, got {table.dtype} of shape "
+            f"the table must be an int8 or uint8 matrix, got a {table.dtype} tensor of shape "
             f"{tuple(integers.shape)}"
         )
     for bits in (2, 4, 8):
@@ -52,7 +52,7 @@ def format_of(table: QuantizedTensor) -> TableFormat:
         if table.low >= base and table.high < base + 2**bits:
             return TableFormat(bits, base, integers.shape[1])
     raise NotLowerable(
-        f"the range [{table.low}, {table.high}] does not fit a table of {table.dtype}"
+        f"the table's quantized range [{table.low}, {table.high}] does not fit {table.dtype}"
     )
 
 

@@ -106,7 +106,7 @@ def _packed(region: Region) -> tuple[TableFormat, Node]:
         raise NotLowerable(f"torch's kernels for packed rows require a CPU, got {device}")
     others = _others(region)
     if others:
-        raise NotLowerable(f"{', '.join(others)} would require another copy of the table")
+        raise NotLowerable(f"packing would duplicate the table, also read by {', '.join(others)}")
     return form, region.constant(f"{table.node.target}_rows", packed_rows(table, form))
 
 

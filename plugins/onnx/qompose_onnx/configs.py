@@ -68,7 +68,7 @@ def get_onnx_quantization_config(
     kit.check_booleans(symmetric_activations=symmetric_activations, tensorrt=tensorrt)
     if tensorrt:
         if activation not in (None, "int8"):
-            raise ConfigError(f"tensorrt=True requires int8 activations, got {activation!r}")
+            raise ConfigError(f"tensorrt=True requires activation='int8', got {activation!r}")
         activation, symmetric_activations = "int8", True
         options["options"] = (*options.get("options", ()), TENSORRT)
     activation = "uint8" if activation is None else activation

@@ -137,7 +137,7 @@ def _check_operators(program: ExportedProgram) -> None:
         if node.target is quantized.choose_qparams.tensor and (node.args[1:3] != (0, 255)):
             raise ONNXTargetError(
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
-                f"{node.args[1:3]}. Choose a dynamic configuration with uint8 activations"
+                f"{list(node.args[1:3])}. Choose a dynamic configuration with uint8 activations"
             )
 
 
@@ -147,9 +147,9 @@ def _check_writes(program: ExportedProgram) -> None:
     written = (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values())
     if written:
         raise ONNXTargetError(
-            f"the model writes to {', '.join(dict.fromkeys(written))}, but an ONNX file keeps nothing "
-            "between calls and leaves its inputs as they are. Let the model take the tensor as an "
-            "input, and return its new value"
+            f"the model writes to {', '.join(dict.fromkeys(written))}, but an ONNX model cannot "
+            "modify its state or inputs. Make the model take these tensors as inputs and return "
+            "their new values"
         )
 
 

@@ -182,5 +182,5 @@ def _loaded(path: Path, runtime: str) -> Session:
         if missing(name) is None:
             return OnnxRuntimeSession(path) if name == ONNXRUNTIME else OpenVinoSession(path)
     raise ONNXTargetError(
-        f"a call requires a runtime: {missing(known[0])}. The program can be saved without one"
+        f"calling the program requires a runtime: {missing(known[0])}. It can be saved without one"
     )

@@ -47,7 +47,7 @@ class Session(ABC):
         except Exception as error:  # errors of runtimes have no class in common
             shapes = {name: tuple(x.shape) for name, x in feeds.items()}
             raise ONNXTargetError(
-                f"{self.runtime} cannot run the program on inputs {shapes}: {_said(error)}"
+                f"{self.runtime} cannot run the program with input shapes {shapes}: {_said(error)}"
             ) from error
 
     @abstractmethod

@@ -192,9 +192,9 @@ NO_FACTORS = [
         OF_ALL,
         "observer is not from qompose",
     ),
-    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "per image"),
-    (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers by an observer"),
-    (INT8, ALONG_ONE, OF_ALL, "per tensor or output channel"),
+    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "neither per tensor nor per token"),
+    (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers with an observer"),
+    (INT8, ALONG_ONE, OF_ALL, "per tensor or per output channel"),
 ]
 
 

@@ -331,7 +331,7 @@ class TestMembersThatOnlyAnnotate:
 
     def test_where_nobody_has_kernels_nothing_can_be_lowered(self) -> None:
         converted = convert(PROGRAM, foreign.By(takes_second), X)
-        with pytest.raises(TargetError, match=r"tests\.By only annotates"):
+        with pytest.raises(TargetError, match=r"tests\.By can only annotate"):
             qompose.lower(converted)
 
 
@@ -394,7 +394,7 @@ class TestTargetsThatReadQDQ:
         converted = self.converted(Finished(None, {0: "QGemm"}), alone=True)
         lowered = qompose.lower(converted, "device", strict=True)
         assert [row.kernel for row in qompose.report(lowered).rows if row.kernel] == ["QGemm"]
-        with pytest.raises(TargetError, match="only annotates"):
+        with pytest.raises(TargetError, match="can only annotate"):
             qompose.lower(converted)
 
     def test_what_only_unread_regions_read_is_unread(self) -> None:

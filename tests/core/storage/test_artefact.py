@@ -506,7 +506,7 @@ class TestSeveral:
 
     def test_what_is_no_set_of_methods(self, path: Path, offered: Offered) -> None:
         converted = self.models()
-        with pytest.raises(UserError, match="one stage and target"):
+        with pytest.raises(UserError, match="one target for all methods"):
             qompose.save({"a": converted["one"], "b": qompose.lower(converted["two"])}, path)
         with pytest.raises(UserError, match="'a b'"):
             qompose.save({"a b": converted["one"]}, path)

@@ -101,7 +101,7 @@ class ConfigOptions:
             raise ConfigError(f"bits must be between {_BITS[0]} and {_BITS[-1]}, got {self.bits}")
         if self.bits is not None and (self.weight_qmin, self.weight_qmax) != (None, None):
             raise ConfigError(
-                f"bits={self.bits} cannot be combined with weight_qmin and weight_qmax"
+                f"bits={self.bits} cannot be combined with weight_qmin or weight_qmax"
             )
 
     def _given(self, *names: str) -> dict[str, Any]:

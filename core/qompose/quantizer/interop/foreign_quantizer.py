@@ -181,9 +181,9 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
         return quantizer, False
     if not is_quantizer(copied):
         raise UserError(
-            f"{name}: copy.deepcopy returned {copied!r}, which has no annotate and validate "
-            "methods. Fix its __deepcopy__ (or __reduce__), or raise an error there if it "
-            "cannot be copied"
+            f"{name}: copy.deepcopy returned {copied!r}, which lacks annotate or validate. "
+            "Fix the quantizer's __deepcopy__ (or __reduce__), or raise an error there if the "
+            "quantizer cannot be copied"
         )
     return copied, True
 

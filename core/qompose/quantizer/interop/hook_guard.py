@@ -92,7 +92,7 @@ class HookGuard:
             raise UserError(
                 f"{self.who}: {hook} modified tensors of the model in place: "
                 f"{', '.join(written)}. Their original values are lost; load the model again. "
-                "A quantizer may only add new tensors, in "
+                "A quantizer may only add new tensors, and only in "
                 f"transform_for_annotation{f'. {hook} then failed: {raised}' if raised else ''}"
             ) from raised
         if raised is not None:
@@ -157,7 +157,7 @@ def forbid_observer_edits(
     if found:
         raise UserError(
             f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may only "
-            "replace observers in its dictionary; change specifications in annotate."
+            "replace observers in the dictionary it is given; change specifications in annotate."
         )
 
 

@@ -322,8 +322,8 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
             return target
         if target not in known or target in visited:
             raise SharingError(
-                f"{start.point} shares the quantization parameters of {target}, which has "
-                f"none. Annotate {target} too, or give this tensor its own specification."
+                f"{start.point} shares quantization parameters that nothing defines: {spec.point} "
+                f"refers to {target}, which has none. Give {target} its own specification."
             )
         visited.add(target)
         spec = known[target]

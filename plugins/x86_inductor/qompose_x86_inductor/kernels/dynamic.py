@@ -30,7 +30,7 @@ class PerTensorEmitter(ProductEmitter):
         """
         source = region.dynamic("input")
         if source.dims is not None or source.symmetric or source.dtype is not torch.uint8:
-            raise NotLowerable(f"{source.node.name} is not affine uint8 with one scale")
+            raise NotLowerable(f"{source.node.name} is not quantized per tensor to affine uint8")
         return region.call(
             _OPS.linear_dynamic.default,
             *_constants(region, source),

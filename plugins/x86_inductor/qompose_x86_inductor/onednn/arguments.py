@@ -61,7 +61,7 @@ class Product(NamedTuple):
         if self.w_scale.dtype != torch.float32 or self.w_scale.shape != self.weight.shape[:1]:
             expected = f"float32 {tuple(self.weight.shape[:1])}"
             given = f"{self.w_scale.dtype} {tuple(self.w_scale.shape)}"
-            raise ValueError(f"{NAMESPACE}::{operator}: expected w_scale {expected}, got {given}")
+            raise ValueError(f"{NAMESPACE}::{operator}: w_scale must be {expected}, got {given}")
         if geometry is None:
             check_matrices(operator, self.x, self.weight)
         else:
@@ -98,7 +98,7 @@ class Summand(NamedTuple):
         if not is_float and self.tensor.dtype not in QUANTIZED:
             given = f"{self.tensor.dtype} with scale {self.scale} and zero point {self.zero_point}"
             raise ValueError(
-                f"{NAMESPACE}::conv2d_add: expected other uint8, int8, or float32 with scale 1 and "
+                f"{NAMESPACE}::conv2d_add: other must be uint8, int8, or float32 with scale 1 and "
                 f"zero point 0, got {given}"
             )
         return self
@@ -127,11 +127,11 @@ class Output(NamedTuple):
             known = [f"{k}/{v.arity}" for k, v in POST_OPS.items() if operator in v.operators]
             given = f"{self.post_op!r} with {len(self.args)} argument(s)"
             raise ValueError(
-                f"{NAMESPACE}::{operator}: post_op must be one of {known}, got {given}"
+                f"{NAMESPACE}::{operator}: post_op/arity must be one of {known}, got {given}"
             )
         if dtype == torch.float32 and (self.scale, self.zero_point) != (1.0, 0):
             raise ValueError(
-                f"{NAMESPACE}::{operator}: float32 results require out_scale=1, out_zp=0"
+                f"{NAMESPACE}::{operator}: float32 results require out_scale=1 and out_zp=0"
             )
         if dtype != torch.float32 and dtype not in QUANTIZED:
             raise ValueError(
@@ -257,8 +257,8 @@ def check_quantized(operator: str, x: Tensor, rank: int | None) -> None:
 
 def _check_summand(operator: str, other: Tensor, shape: list[int]) -> None:
     if other.dtype != torch.float32 or list(other.shape) != shape:
-        given = f"{other.dtype} {tuple(other.shape)}"
-        raise ValueError(f"{NAMESPACE}::{operator}: expected other float32 {shape}, got {given}")
+        given = f"{other.dtype} {list(other.shape)}"
+        raise ValueError(f"{NAMESPACE}::{operator}: other must be float32 {shape}, got {given}")
 
 
 def _check_images(operator: str, x: Tensor, weight: Tensor, geometry: Geometry) -> None:
@@ -276,4 +276,4 @@ def _check_images(operator: str, x: Tensor, weight: Tensor, geometry: Geometry) 
     sizes = zip(x.shape[2:], weight.shape[2:], *geometry[1:3], strict=True)
     if any(statically_known_true(size + 2 * p < d * (k - 1) + 1) for size, k, p, d in sizes):
         window = f"padding {geometry.padding}, dilation {geometry.dilation}"
-        raise ValueError(f"{given} ({window}): the image is smaller than the kernel")
+        raise ValueError(f"{given} ({window}): the padded image is smaller than the dilated kernel")

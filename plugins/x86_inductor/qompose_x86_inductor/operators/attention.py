@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
             raise _refusal(f"expected uint8 query, key and value, got {dtypes}")
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3, 4):
             raise _refusal(
-                f"expected an equal number of dimensions, 2 to 4, got {_shapes(query, key, value)}"
+                f"expected the same number of dimensions (2 to 4), got {_shapes(query, key, value)}"
             )
         differ = [
             query.shape[-1] != key.shape[-1],

@@ -185,8 +185,8 @@ def _check_constants(tensors: Sequence[Tensor | None]) -> None:
         if tensor is not None and (tensor.dtype not in dtypes or not tensor.is_contiguous()):
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(
-                f"{NAMESPACE}::linear_packed: expected {name} contiguous and {wanted}, got "
-                f"{tensor.dtype}, strides {tensor.stride()}; convert the model before quantizing it"
+                f"{NAMESPACE}::linear_packed: {name} must be contiguous with dtype {wanted}, got "
+                f"{tensor.dtype}, strides {tensor.stride()}; cast the model before quantizing it"
             )
 
 

@@ -89,9 +89,9 @@ def _check_scales(graph: Graph) -> None:
         if len(known) > 1:
             each = ", ".join(f"{pair} in {name}" for pair, name in known.items())
             raise ExecutorchTargetError(
-                f"{source.name} is dequantized with different scales or zero points ({each}), "
+                f"{source.name} is used with different scales or zero points ({each}), "
                 "but XNNPACK supports one pair per tensor. Pass one input for each pair, or "
-                "a float input that the model quantizes for each"
+                "a float input that the model quantizes separately for each pair"
             )
 
 

@@ -42,7 +42,7 @@ def written_buffers(edge: Any, exported: Mapping[str, ExportedProgram]) -> dict[
                 raise ExecutorchTargetError(
                     f"method {name!r} only reads the buffer {path!r}, which another method "
                     f"writes to, so XNNPACK would keep a constant copy of it. Make {name!r} "
-                    "write to it too, or do not quantize its reader"
+                    "write to the buffer too, or pass its value as an input"
                 )
             initial = {**lowered[name].state_dict, **lowered[name].constants}[path]
             if initial.any():

@@ -136,7 +136,7 @@ CLAMP = Kernel("clamp on integers", kit.ClampOnIntegers(operators.quantized_boun
 
 def _parameters(tensor: QuantizedTensor) -> list[Any]:
     if tensor.dtype is not torch.int8 or not isinstance(tensor.scale, float):
-        raise NotLowerable(f"{tensor.node.name} is not int8 with one scale")
+        raise NotLowerable(f"{tensor.node.name} is not quantized per tensor to int8")
     return [tensor.node, tensor.scale, tensor.zero_point]
 
 

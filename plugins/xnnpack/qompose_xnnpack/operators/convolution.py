@@ -149,7 +149,7 @@ def conv_transpose2d_dynamic_output(
 
 def _check_rank(x: Tensor, weight: Tensor) -> None:
     if x.dim() != 4:
-        raise mismatch("the input must be a batch of images", input=x, weight=weight)
+        raise mismatch("the input must be a batch of images (N, C, H, W)", input=x, weight=weight)
 
 
 def _check_scales(weight: Tensor, w_scale: Tensor, channels: int) -> None:

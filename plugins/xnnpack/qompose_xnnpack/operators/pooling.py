@@ -59,7 +59,7 @@ def mean(
     out_scale, *limits = out
     count = math.prod(x.shape[axis] for axis in dim or range(x.dim()))
     if count == 0:
-        raise ValueError(f"the mean of input {tuple(x.shape)} over {dim} has no values to average")
+        raise ValueError(f"input of shape {tuple(x.shape)} has no values to average over dim={dim}")
     total = _sum(x, dim, keepdim)
     return kit.requantize(total - count * x_zp, x_scale / (out_scale * count), *limits)
 

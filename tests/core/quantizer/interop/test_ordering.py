@@ -110,7 +110,7 @@ def test_nodes_that_are_annotated_are_not_written_to(program: GraphModule) -> No
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([shared_with(RELU, TANH)], "output of relu shares the quantization parameters of output of tanh"),
+        ([shared_with(RELU, TANH)], "output of relu refers to output of tanh"),
         ([shared_with(RELU, X_RELU), shared_with(X_RELU, RELU)], "which has none"),
         (
             [PointSpec(X_RELU, DERIVED, (RELU,)), PointSpec(RELU, INT8)],
