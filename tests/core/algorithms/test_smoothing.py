@@ -192,7 +192,12 @@ NO_FACTORS = [
         OF_ALL,
         "observer is not from qompose",
     ),
-    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "neither per tensor nor per token"),
+    (
+        replace(PER_TOKEN.input_activation, block_size=(-1, -1)),
+        W,
+        OF_ALL,
+        "neither per tensor nor per token",
+    ),
     (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers with an observer"),
     (INT8, ALONG_ONE, OF_ALL, "per tensor or per output channel"),
 ]
