@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of `transformers` with few-bit weights: quantized, compiled, saved, loaded, and generating.
+"""A decoder of `transformers` with few-bit weights and an 8-bit cache, from quantizing to generating.
 
 A prompt and a single token are two methods of one program, which share weights and cache. Weights are
 random, since only figures are shown. Prints bytes, SQNR to float over
@@ -116,9 +116,9 @@ def measured(name: str, methods: Methods, size: int, wanted: tuple[Tensor, Tenso
 
 
 def quantizer(bits: int) -> Any:
-    """Compose: the table is read by rows, which the first quantizer does, and the linears are x86's."""
+    """Compose: the table is read by rows, which the first quantizer does; linears and cache are x86's."""
     words = {"group_size": 32} if bits == 4 else {}
-    linears = get_default_x86_inductor_quantization_config(weight_only=True, **words)
+    linears = get_default_x86_inductor_quantization_config(weight_only=True, cache=True, **words)
     return qompose.compose(
         EmbeddingQuantizer().set_global(get_embedding_quantization_config(8)),
         X86InductorQuantizer().set_global(linears),

@@ -190,8 +190,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "integer mutable buffers, such as key-value caches",
             "P",
             "P P N N N ? ? Y P",
-            "core/program/test_hidden_writes.py",
-            "the buffers stay in float",
+            "x86_inductor/rules/test_cache.py",
+            "on x86; elsewhere in float",
         ),
         Feature(
             "integer reference representation",

@@ -75,7 +75,7 @@ extern "C" AOTITorchError recurrent(int threads, const int64_t* sizes, int64_t s
 
 // What describes attention but its numbers. `sizes`: batches, heads, shared heads, queries, keys, width,
 // value width; `tensors`: queries, keys, values, a mask or null.
-template <typename T, typename Description>
+template <typename T, typename Description, typename K = T>
 static Description attention_of(const int64_t* sizes, const void* const* tensors, const int64_t* strides,
                                 int mask_kind) {
   using namespace qompose_x86;
@@ -84,10 +84,9 @@ static Description attention_of(const int64_t* sizes, const void* const* tensors
     return Strided<std::remove_pointer_t<decltype(data)>>{data, {s[0], s[1], s[2], s[3]}};
   };
   Description a = {{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]}};
-  T* const* data = (T* const*)tensors;
-  a.q = at(0, data[0]);
-  a.k = at(1, data[1]);
-  a.v = at(2, data[2]);
+  a.q = at(0, (T*)tensors[0]);
+  a.k = at(1, (K*)tensors[1]);
+  a.v = at(2, (K*)tensors[2]);
   a.mask_kind = static_cast<MaskKind>(mask_kind);
   a.mask = at(3, (uint8_t*)tensors[3]);
   return a;
@@ -97,6 +96,19 @@ extern "C" void float_attention(int threads, const int64_t* sizes, const void* c
                                 const int64_t* strides, int mask_kind, bool causal, double scale, void* out) {
   using namespace qompose_x86;
   auto a = attention_of<float, FloatAttention>(sizes, tensors, strides, mask_kind);
+  a.causal = causal;
+  a.scale = static_cast<float>(scale);
+  attend(a, out, threads);
+}
+
+// Scales are contiguous, (batches, shared heads, keys).
+extern "C" void cache_attention(int threads, const int64_t* sizes, const void* const* tensors,
+                                const int64_t* strides, int mask_kind, const float* k_scales,
+                                const float* v_scales, bool causal, double scale, void* out) {
+  using namespace qompose_x86;
+  auto a = attention_of<float, CacheAttention, int8_t>(sizes, tensors, strides, mask_kind);
+  a.k_scales = {k_scales, {a.shared_heads * a.keys, a.keys, 1, 0}};
+  a.v_scales = {v_scales, {a.shared_heads * a.keys, a.keys, 1, 0}};
   a.causal = causal;
   a.scale = static_cast<float>(scale);
   attend(a, out, threads);

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from qompose.errors import ConfigError, InternalError
+from qompose.program.aliasing import why_not_alone
 from qompose.program.aten_operators import (
     NOT_ON_INTEGERS,
     ORDER_PRESERVING as ORDER_PRESERVING,  # public here
@@ -25,6 +26,7 @@ from qompose.program.graph import (
     call,
     constant_of,
     free_attribute,
+    holds,
     layout_of,
     read_attribute,
     result_of,
@@ -94,10 +96,15 @@ Readers: TypeAlias = "Mapping[tuple[object, ...], tuple[Claim, ...]]"
 
 @dataclass(frozen=True)
 class Shared:
-    """What the regions of a model have in common: who reads its parameters; by path, what kernels stored."""
+    """What the regions of a model have in common.
+
+    They are who reads its parameters; by path, what kernels stored; and, by path, the calls that wrote to the
+    buffers that kernels took over.
+    """
 
     readers: Readers = field(default_factory=dict)
     stored: dict[str, list[Tensor]] = field(default_factory=dict)
+    taken: dict[str, Node] = field(default_factory=dict)
 
 
 _STORED = "qompose_stored_by_kernel"
@@ -124,6 +131,7 @@ class Region:
         self.module, self.claim = module, claim
         self._shared = shared or Shared()
         self.inserted: list[Node] = []
+        self._taken: str | None = None
         self._nodes = {node.name: node for node in nodes}
         self._captures = dict(claim.captures)
         if claim.output not in self._nodes:
@@ -289,6 +297,38 @@ class Region:
         node.meta[_STORED] = path
         return node
 
+    def take_over(self, buffer: Node) -> tuple[str, Tensor]:
+        """Let all that read a buffer, to which this region writes, read what the kernel returns instead.
+
+        The kernel keeps what is written in buffers of its own (`state`).
+
+        Returns:
+            the path of the buffer, and its initial values, which are not to be changed.
+
+        Raises:
+            NotLowerable: something else writes to the buffer too, or reads it before this region.
+        """
+        values, reason = constant_of(buffer), why_not_alone(self.output_node, buffer)
+        if values is None or reason:
+            raise NotLowerable(reason or f"{buffer.name} is not a buffer of the program")
+        self._taken = str(buffer.target)
+        return self._taken, values
+
+    def state(self, path: str, value: Tensor) -> Node:
+        """Store a buffer that the kernel writes to, and insert a node that reads it.
+
+        Unlike a `constant`, it is never that of another region. The methods of a program share it by its
+        path, so that follows from the path of the buffer that it replaces.
+
+        Raises:
+            NotLowerable: something else stands at the path.
+        """
+        if holds(self.module, path):
+            raise NotLowerable(f"the program has something else at {path!r}")
+        set_attribute(self.module, path, value)
+        with self.module.graph.inserting_before(self.output_node):
+            return read_attribute(self.module, path, self.output_node)
+
     def _known(self, path: str, value: Tensor) -> Tensor:
         """Return what was stored under a path before, in any graph of the model, where it is equal."""
         before = self._shared.stored.setdefault(path, [])
@@ -307,6 +347,11 @@ class Region:
 
     def replace(self, replacement: Node) -> None:
         """Put a kernel's node in the place of the region's output, quantize operators included."""
+        if self._taken is not None:
+            self._shared.taken[self._taken] = self.output_node
+            own = {*self._nodes.values(), *self.inserted}
+            for node in self.module.graph.find_nodes(op="get_attr", target=self._taken):
+                node.replace_all_uses_with(replacement, lambda user: user not in own)
         if self.output is None:
             self.output_node.replace_all_uses_with(replacement)
             return

@@ -312,6 +312,8 @@ class Rule:
             the converted model adds what that integer stands for.
         channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
             where the rule is not a plain product (up to a relu). They allow balancing, and SmoothQuant.
+        state: name of the buffer that the operation writes to. The rule applies where nothing else writes to
+            it and all reads come after; its kernel may keep it in another form (`Region.take_over`).
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
         carries: the operator computes nothing, so that the rule applies only where something quantized
@@ -323,6 +325,7 @@ class Rule:
         modes: the kinds of configuration that apply.
         option: a word that a configuration must have among its `options`, for a rule that costs accuracy or
             helps few; "" applies it without.
+        own: by role, the specification that it has whatever the configuration says; for rules with an option.
         layout: by role, what the shape of the operator's tensors makes of a specification's `ch_axis` or
             `block_size`, where it has one: `{"weight": {"ch_axis": 1}}` for a transposed convolution, whose
             weight has its output channels there. So one configuration serves operators of any layout.
@@ -344,12 +347,14 @@ class Rule:
     bias: str | None = None
     integer_bias: bool = False
     channels: tuple[int, int] | None = None
+    state: str | None = None
     output: bool = True
     shares: bool = False
     carries: bool = False
     condition: str | None = None
     modes: frozenset[str] = frozenset({STATIC})
     option: str = ""
+    own: Mapping[str, QuantizationSpec] = field(default_factory=lambda: MappingProxyType({}))
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
     guard: Guard | Sequence[Guard] | None = None
@@ -370,6 +375,7 @@ class Rule:
             "activation": config.input_activation if self.activations else None,
             "weight": config.weight if self.weight else None,
             "output": config.output_activation if self.output and not self.shares else None,
+            **self.own,
         }
         return {
             role: self._laid_out(role, spec) for role, spec in roles.items() if spec is not None
@@ -388,6 +394,11 @@ class Rule:
         """Return the mode, one of `MODES`, in which this rule would follow a configuration."""
         return ACTIVATION_ONLY if self.weight and config.weight is None else config.mode
 
+    def mode_of_claims(self, config: QuantizationConfig) -> str:
+        """Return the mode of the claims under a configuration that fits: that of the rule's own, if any."""
+        dynamic = any(spec.is_dynamic for spec in self.own.values())
+        return DYNAMIC if dynamic else config.mode
+
     def objection(self, config: QuantizationConfig) -> str | None:
         """Return why a configuration does not fit this rule, None where it does."""
         mode = self.mode_for(config)
@@ -398,6 +409,8 @@ class Rule:
             return f"it stays in float unless the configuration sets the option {self.option!r}"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
+        if config.is_qat and self.own:
+            return f"rule {self.name} does not support training"
         specs = self.specs_for(config)
         if not specs:
             return f"{config} leaves every role of rule {self.name} in float"
@@ -462,13 +475,17 @@ def _kind_faults(rule: Any) -> Iterator[str]:
 
 def _mapping_faults(rule: Any) -> Iterator[str]:
     """Yield what is wrong with the fields that are by role or by target."""
-    for name, key in (("accepts", "role"), ("layout", "role"), ("kernels", "target")):
+    roles = ("accepts", "layout", "own")
+    for name, key in (*((name, "role") for name in roles), ("kernels", "target")):
         if not isinstance(getattr(rule, name), Mapping):
             yield f"{name} must be a dict by {key}, got {getattr(rule, name)!r}"
             return
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
             yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
+    for role, spec in rule.own.items():
+        if not isinstance(spec, QuantizationSpec):
+            yield f"own[{role!r}] must be a QuantizationSpec, got {spec!r}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
             yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"
@@ -509,6 +526,7 @@ def _word_faults(rule: Rule) -> Iterator[str]:
         ("modes", rule.modes, MODES),
         ("accepts", rule.accepts, ROLES),
         ("layout", rule.layout, ROLES),
+        ("own", rule.own, ROLES),
         ("layout", (name for given in rule.layout.values() for name in given), LAYOUT),
     )
     for field_name, words, known in given:
@@ -523,7 +541,7 @@ def _word_faults(rule: Rule) -> Iterator[str]:
 
 def _name_faults(rule: Rule) -> Iterator[str]:
     """Yield the names that a pattern does not have. A bias may occur in some variants only."""
-    named = {rule.anchor, *rule.activations, *([rule.weight] if rule.weight else [])}
+    named = {rule.anchor, *rule.activations, *filter(None, (rule.weight, rule.state))}
     for pattern in rule.patterns:
         unknown = sorted(named - pattern.names)
         if unknown:

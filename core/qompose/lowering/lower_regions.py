@@ -20,7 +20,15 @@ from qompose.backend.interface import Backend, Finished, Methods, Target
 from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
 from qompose.errors import ConfigError, TargetError, blaming, near_names
 from qompose.plan.float_operators import state_bytes
-from qompose.plan.methods import ONLY, by_method, in_method, share_constants, share_state
+from qompose.plan.methods import (
+    ONLY,
+    by_method,
+    check_taken,
+    in_method,
+    share_constants,
+    share_state,
+    state_with,
+)
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, restore_written
 from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
 from qompose.program import meta
@@ -113,6 +121,7 @@ def _share_state(steps: dict[str, Step]) -> None:
     """Let the methods of one program share state and equal parameters, in place."""
     models = {name: step.model for name, step in steps.items()}
     states = {name: step.record.state for name, step in steps.items()}
+    check_taken(models, {name: step.taken for name, step in steps.items()})
     shared, differing = share_state(models, states), share_constants(models, states)
     note = (
         "weights that differ between methods and are stored once per method: "
@@ -152,16 +161,25 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
-    done, fallbacks, left = replace_regions(model, record, target, reads_qdq=runtime.reads_qdq)
+    shared = Shared()
+    done, fallbacks, left = replace_regions(
+        model, record, target, reads_qdq=runtime.reads_qdq, shared=shared
+    )
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
-    return Step(model, record, runtime, done, fallbacks, left)
+    state, notes = state_with(model, record.state, shared.taken)
+    plan = replace(record.plan, notes=(*record.plan.notes, *notes))
+    record = replace(record, plan=plan, state=state)
+    return Step(model, record, runtime, done, fallbacks, left, frozenset(shared.taken))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A model whose regions have their kernels: its record, the target, and `replace_regions`' results."""
+    """A model whose regions have their kernels: its record, the target, and `replace_regions`' results.
+
+    `taken` are the paths of the buffers that kernels took over.
+    """
 
     model: GraphModule
     record: Record
@@ -169,6 +187,7 @@ class Step:
     done: Mapping[int, str]
     fallbacks: Mapping[int, str]
     left: Mapping[int, str]
+    taken: frozenset[str] = frozenset()
 
 
 def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
@@ -278,16 +297,23 @@ def _list(names: set[str]) -> str:
 
 
 def replace_regions(
-    model: GraphModule, record: Record, target: str, *, reads_qdq: bool = False
+    model: GraphModule,
+    record: Record,
+    target: str,
+    *,
+    reads_qdq: bool = False,
+    shared: Shared | None = None,
 ) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
     """Replace the regions of all claims, in place, as far as there are kernels; see `Target.reads_qdq`.
+
+    What kernels took over is then in `shared`.
 
     Returns:
         by claim: the kernels in place; the reasons where there is none; and the kernels that the
         target's last step is expected to supply.
     """
     regions = _regions(model)
-    shared = Shared(readers_in(regions, record.plan.claims))
+    shared = replace(shared or Shared(), readers=readers_in(regions, record.plan.claims))
     kept = {node for part in graphs_in(model) for node in without_readers(part)}
     done: dict[int, str] = {}
     fallbacks: dict[int, str] = {}
@@ -309,6 +335,7 @@ def replace_regions(
             fallbacks[number] = str(reason)
             continue
         (done if replaced else left)[number] = used.name
+        kept.difference_update(shared.taken.values())
         if replaced:
             # The last operator first: in-place ones write to the region's own values.
             for node in reversed(regions[number]):

@@ -6,7 +6,7 @@ A decoder is exported twice, for a prompt and for one token, and both methods wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qompose.errors import QomposeError, UserError
+from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import copies_of, set_attribute
+from qompose.program.graph import address_of, copies_of, set_attribute
 from qompose.program.meta import META_KEY, VALUE_TAG, tag_of
 
 ONLY = ""
@@ -117,6 +118,52 @@ def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
         name: {path: state[path] for path in state if path in own or path in held[name]}
         for name, own in states.items()
     }
+
+
+def state_with(
+    model: GraphModule, state: State, taken: Collection[str]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the exported values of the buffers that a model writes to, now that kernels took over some.
+
+    Args:
+        state: as it was before.
+        taken: paths of the buffers in whose place the model writes to others, which have their first values.
+
+    Returns:
+        by path, the values; and a line for the report if there are any such buffers.
+    """
+    held = _tensors(model)
+    new = copies_of({p: held[p] for p in sorted(written_buffers(model.graph) - state.keys())})
+    gone = {address_of(state[path]) for path in taken}
+    kept = {p: v for p, v in state.items() if p in held or address_of(v) not in gone}
+    if not taken:
+        return {**kept, **new}, ()
+    before = sum(state[path].nbytes for path in taken)
+    after = sum(value.nbytes for value in new.values())
+    # A buffer may have several names, of which exporters make up some.
+    names = {address_of(v): p for p, v in sorted(state.items(), key=lambda item: -len(item[0]))}
+    named = ", ".join(sorted(names[address_of(state[path])] for path in taken))
+    rounded = ", with rounded initial values" if any(bool(state[p].any()) for p in taken) else ""
+    return {**kept, **new}, (
+        f"state kept as integers, {after:,} bytes instead of {before:,}{rounded}: {named}",
+    )
+
+
+def check_taken(models: Mapping[str, GraphModule], taken: Mapping[str, Collection[str]]) -> None:
+    """Raise UserError where kernels of one method took over a buffer that another method has.
+
+    Args:
+        taken: by method, the paths of such buffers.
+    """
+    for method, paths in taken.items():
+        for other, model in models.items():
+            both = sorted({*paths} & _tensors(model).keys())
+            if both:
+                raise UserError(
+                    f"method {method!r} keeps the buffer {both[0]!r} as integers, but method "
+                    f"{other!r} has it in float, so they cannot share it. Quantize what writes to it "
+                    "in both or in neither; the report says why a method leaves it in float"
+                )
 
 
 def share_constants(

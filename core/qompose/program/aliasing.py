@@ -77,6 +77,17 @@ def written_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
+def buffers_written_by(graph: Graph) -> dict[Node, str]:
+    """Return the calls that write to buffers of floats, each with the path of the buffer."""
+    memory, found = _Memory(graph), {}
+    for root, writers in memory.writers.items():
+        for node in memory.members[root]:
+            value = _attribute(node)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found |= dict.fromkeys(writers, str(node.target))
+    return found
+
+
 def read_before_written(graph: Graph) -> frozenset[str]:
     """Return the paths of written buffers of which the initial values count.
 
@@ -110,6 +121,25 @@ def written_values(graph: Graph) -> frozenset[str]:
     """Return the names of the values in whose memory something is written."""
     memory = _Memory(graph)
     return frozenset(node.name for root in memory.writers for node in memory.members[root])
+
+
+def why_not_alone(writer: Node, buffer: Node) -> str | None:
+    """Return why a call is not the one that writes to a buffer before all that read it; None where it is."""
+    memory, position = _Memory(writer.graph), {n: i for i, n in enumerate(writer.graph.nodes)}
+    root = memory.find(buffer)
+    members, writers = {*memory.members[root]}, memory.writers.get(root, [])
+    holders = (n for n in members if n.op in ("get_attr", "placeholder") and n.users)
+    names = {str(node.target) for node in holders}
+    if len(names) > 1:
+        return f"{' and '.join(sorted(names))} share memory"
+    if writer not in writers:
+        return f"{writer.name} does not write to {buffer.target}"
+    if len(writers) > 1:
+        others = ", ".join(node.name for node in writers if node is not writer)
+        return f"{others} writes to {buffer.target} too"
+    readers = (node for node in writer.graph.nodes if members & {*node.all_input_nodes})
+    early = next(node for node in readers if position[node] <= position[writer])
+    return None if early is writer else f"{early.name} reads {buffer.target} before it is written"
 
 
 class _Memory:

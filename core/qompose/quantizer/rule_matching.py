@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.fx import GraphModule, Node
 from qompose.backend.pattern import Match, OperatorIndex, OperatorPattern, Pattern
 from qompose.backend.rule import STATIC, Rule, naming
 from qompose.errors import ConfigError, blaming
-from qompose.program.aliasing import unsafe_values
-from qompose.program.graph import constant_of, describe, is_quantizable, value_of
+from qompose.program.aliasing import buffers_written_by, unsafe_values, why_not_alone
+from qompose.program.graph import constant_of, describe, is_quantizable, operator_name, value_of
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
     AddedBias,
@@ -73,6 +74,7 @@ class _Table:
         if not self._answered():
             self._check_few_patterns()
         self.result.rejections += self._near_misses()
+        self.result.rejections += self._state_in_float()
         self.result.rejections += self._left_in_float(in_float)
         self.result.notes += self._without_weights()
         return self.result
@@ -129,7 +131,7 @@ class _Table:
             asked = f"the guard of rule {rule.name} (called on {describe(match.output)})"
             with naming(rule), blaming(f"{self.owner}: {asked}"):
                 others = _otherwise_selected(match, selection, self.selectors)
-                reason = others or fit.objection() or _written(match, self.unsafe)
+                reason = others or fit.objection() or _written(match, self.unsafe - fit.state)
         if reason is None:
             assert fit is not None and config is not None
             words = ", ".join(map(str, config.algorithms or ()))
@@ -163,6 +165,20 @@ class _Table:
         config = self.selectors.select(node).config
         options = ("", *(config.options if config is not None else ()))
         return [rule for rule in rules if rule.option in options]
+
+    def _state_in_float(self) -> list[Rejection]:
+        """Return the operators that write to buffers which are to be integers, and that no rule takes."""
+        rules = [rule for rule in self.rules if rule.state]
+        answered = self._answered() if rules else set()
+        known = ", ".join(operator_name(o) for o in dict.fromkeys(chain(*map(_anchors, rules))))
+        found = []
+        for node, path in buffers_written_by(self.index.module.graph).items() if rules else ():
+            config = self.selectors.select(node).config
+            asked = config is not None and any(rule.option in config.options for rule in rules)
+            if asked and node.name not in answered:
+                why = f"it writes to the buffer {path}, which is kept as integers only if {known} does"
+                found.append(Rejection(self.owner, "", (node.name,), why))
+        return found
 
     def _left_in_float(self, reasons: Mapping[OpOverload, str]) -> list[Rejection]:
         """Return the operators of which a backend says why it has no rule, where it was to take them."""
@@ -256,7 +272,8 @@ class _Fit:
     def objection(self) -> str | None:
         """Return why it cannot become a claim, None where it can."""
         return (
-            self.rule.objection(self.config)
+            self._state_objection()
+            or self.rule.objection(self.config)
             or self._tensor_objection()
             or self._blocks_objection()
             or next(filter(None, (guard(self.match) for guard in self.rule.guards)), None)
@@ -295,6 +312,23 @@ class _Fit:
                 return f"{self.rule.weight} ({weight.name}): {error}"
         return None
 
+    @property
+    def state(self) -> frozenset[str]:
+        """The names of what the rule's operation writes to, and of its result, which is the same memory."""
+        buffer = self.match.node(self.rule.state or "")
+        return frozenset() if buffer is None else frozenset({buffer.name, self.match.output.name})
+
+    def _state_objection(self) -> str | None:
+        """Check that the operation alone writes to its buffer, of floats, before all that read it."""
+        if not self.rule.state:
+            return None
+        buffer = self.match.node(self.rule.state)
+        if buffer is None or constant_of(buffer) is None:
+            return f"{self.rule.state} is not a buffer of the program"
+        if not is_quantizable(buffer):
+            return f"{self.rule.state} ({buffer.name}) is {_kind(buffer)}"
+        return why_not_alone(self.match.output, buffer)
+
     def claim(self, owner: str, anchor: Node, selector: str) -> Claim:
         """Return the claim of a quantizer, by the selector that chose the operator at the anchor."""
         rule, match, config = self.rule, self.match, self.config
@@ -309,7 +343,7 @@ class _Fit:
             captures=tuple((k, v.name) for k, v in match.captures.items() if isinstance(v, Node)),
             config=str(config),
             selector=selector,
-            mode=config.mode,
+            mode=rule.mode_of_claims(config),
             needs_quantized=self._needs(),
             needs_all=rule.condition != "any",
             needs_reader=rule.carries,

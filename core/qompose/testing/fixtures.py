@@ -190,6 +190,7 @@ class Row(nn.Module):
 
     Args:
         names: the function's parameters, in order; those in `parameters` belong to the module.
+        state: which of these is a buffer that the function writes to.
     """
 
     def __init__(
@@ -197,16 +198,20 @@ class Row(nn.Module):
         function: Callable[..., Tensor],
         names: Sequence[str],
         parameters: dict[str, Tensor],
+        state: str | None = None,
     ) -> None:
         super().__init__()
         self.function, self.names = function, tuple(names)
         for name, value in parameters.items():
-            self.register_parameter(f"own_{name}", nn.Parameter(value, requires_grad=False))
+            if name == state:
+                self.register_buffer(f"own_{name}", value)
+            else:
+                self.register_parameter(f"own_{name}", nn.Parameter(value, requires_grad=False))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the function's output."""
         rest = iter(inputs)
-        own = self._parameters
+        own = {**self._parameters, **self._buffers}
         arguments = [own[f"own_{n}"] if f"own_{n}" in own else next(rest) for n in self.names]
         return self.function(*arguments)
 

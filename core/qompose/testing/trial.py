@@ -235,7 +235,7 @@ class Terms:
     @property
     def stored(self) -> tuple[bool, ...]:
         """Which of the example's tensors are parameters of the model."""
-        known = {self.rule.weight, self.rule.bias}
+        known = {self.rule.weight, self.rule.bias, self.rule.state}
         known |= {n for n in self.example.names if n.rpartition("_")[0] == self.rule.weight}
         if self.example.captured:  # such as a bias that the rule does not declare
             known |= set(self.example.names) - set(self.rule.activations)
@@ -326,7 +326,7 @@ def _model(terms: Terms, shapes: Sequence[Shape], *, front: bool) -> Model:
             for name, shape, stored in zip(example.names, shapes, terms.stored, strict=True)
             if stored
         }
-    row = Row(example.function, example.names, parameters)
+    row = Row(example.function, example.names, parameters, terms.rule.state)
     behind = terms.feeds or (terms.rule.carries and terms.is_static)
     return Model(row, front=front, behind=behind, witness=terms.witness).eval()
 

@@ -15,6 +15,9 @@ from qompose_x86_inductor.operators.linear_packed import GROUP_SIZES
 ATTENTION = "attention"
 """The option of the rules for attention (`QuantizationConfig.options`)."""
 
+CACHE = "cache"
+"""The option of the rules for caches of keys and values."""
+
 WEIGHT_RANGES = {
     "avx2": exactness.NARROW,
     "avx512": exactness.NARROW,
@@ -38,6 +41,7 @@ def get_default_x86_inductor_quantization_config(
     per_token: bool = False,
     isa: str | None = None,
     attention: bool = False,
+    cache: bool = False,
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
@@ -68,6 +72,8 @@ def get_default_x86_inductor_quantization_config(
         attention: multiply queries, keys and values as integers too, with static activations. Compiled, it
             is two to three times as fast as attention in float; it costs accuracy, up to 1.5 dB in the
             networks of docs/x86.md.
+        cache: keep buffers of keys and values, to which `index_copy_` or `index_put_` writes, as int8 with a
+            float32 scale for each row, in any mode. Attention reads them as floats. Not for training.
         range: how a static activation's range is estimated: "auto", "histogram", "mse", "percentile",
             "entropy", "minmax", "moving_average" or "torch_histogram"
             (`qompose.observers.observer_for_range`).
@@ -124,7 +130,7 @@ def get_default_x86_inductor_quantization_config(
         weight_range=weight_range,
         balance=balance,
         algorithms=algorithms,
-        options=(ATTENTION,) if attention else (),
+        options=(*([ATTENTION] if attention else []), *([CACHE] if cache else [])),
         fake_quantize=fake_quantize,
     )
 
@@ -167,6 +173,7 @@ def named() -> dict[str, QuantizationConfig]:
         make(is_dynamic=True, per_token=True),
         make(is_dynamic=True, per_token=True, group_size=32),
         make(weight_only=True),
+        make(weight_only=True, cache=True),
         make(weight_only=True, group_size=32),
         make(weight_only=True, group_size=32, symmetric=True),
         make(weight_only=True, group_size=128),

@@ -21,6 +21,7 @@ from qompose_x86_inductor.inductor import (
     gemm_template,
     late_operators,
     native_attention,
+    native_cache,
     native_calls,
     native_recurrent,
 )
@@ -56,7 +57,9 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     native_calls.quantize_planes(result)
     packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
-        if native_attention.applies_in_float(node):
+        if (rows := native_cache.found(node)) is not None:
+            native_cache.replace(node, rows)
+        elif native_attention.applies_in_float(node):
             native_attention.replace_in_float(node)
         elif _is_ours(node) and not _calls_native(result, node, packed):
             _decompose(result, node, templated=node not in kept)

@@ -94,10 +94,10 @@ def applies_in_float(node: fx.Node) -> bool:
     query, key, value = found
     if query is None or key is None or value is None:
         return False
-    if type(query.shape[-1]) is not int or query.shape[-1] == 0 or _is_few(query.shape[-2]):
+    if type(query.shape[-1]) is not int or query.shape[-1] == 0 or is_few(query.shape[-2]):
         return False
     return _fit(query, key, value, arguments["enable_gqa"]) and (
-        arguments["attn_mask"] is None or _fits(arguments["attn_mask"], query, key)
+        arguments["attn_mask"] is None or fits(arguments["attn_mask"], query, key)
     )
 
 
@@ -109,7 +109,8 @@ def _float32(node: Any) -> Tensor | None:
     return value if value.dtype == torch.float32 and value.device.type == "cpu" else None
 
 
-def _is_few(queries: Any) -> bool:
+def is_few(queries: Any) -> bool:
+    """Return whether a number of queries is below `FEWEST_QUERIES`."""
     expected = queries if type(queries) is int else queries.node.hint
     return expected is None or expected < FEWEST_QUERIES
 
@@ -125,7 +126,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
     return all(_equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
-def _fits(mask: Any, query: Tensor, key: Tensor) -> bool:
+def fits(mask: Any, query: Tensor, key: Tensor) -> bool:
     """Return whether a mask is of a type that the C++ reads, and broadcasts to the scores."""
     value = mask.meta.get("val") if isinstance(mask, fx.Node) else None
     if not isinstance(value, Tensor) or value.dtype not in (torch.bool, torch.float32):

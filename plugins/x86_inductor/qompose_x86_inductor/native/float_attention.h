@@ -63,7 +63,54 @@ inline void multiply(int width, int rows, const float* const* from, int64_t dept
     tile_of<MultiplyTile>(width, std::min(MOST_ROWS[width], rows - r))(from + r, depth, panel, line, to);
 }
 
-class AttendingFloats {
+// Rows of scores that become probabilities, and the sums of values that they weigh.
+class RowsOfFloats {
+ public:
+  RowsOfFloats(const Heads& heads, float* scores, float* sums, void* out)
+      : heads(heads),
+        scores(scores),
+        sums(sums),
+        out(static_cast<float*>(out)),
+        row_keys(heads.row_keys()),
+        columns(rounded_up(heads.value_width, LANES)) {}
+
+  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
+  float weigh(int64_t batch, int64_t head, int64_t row, int r, int64_t used) {
+    float* row_scores = scores + r * row_keys;
+    const float most = heads.mask_row(row_scores, batch, head, row, used);
+    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
+    Floats sum = floats(0), some = sum;
+    for (int64_t i = 0; i < used; i += LANES) {
+      if (i % KEYS_AT_ONCE == 0) sum = add(sum, some), some = floats(0);
+      const Floats below = sub(load(row_scores + i), floats(most)), e = exponential(below);
+      // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
+      const Floats probability = where(less(below, floats(-87)), floats(0), e);
+      store(row_scores + i, probability);
+      some = add(some, probability);
+    }
+    return sum_of_lanes(add(sum, some));
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t row, int r, float total) {
+    float* to = out + ((batch * heads.queries + row) * heads.heads + head) * heads.value_width;
+    // Sums of a row without probabilities are of scores: they may be NaN.
+    const bool blank = total == 0;
+    const Floats factor = floats(blank ? 0 : 1 / total);
+    for (int64_t column = 0; column < heads.value_width; column += LANES) {
+      const Floats sum = blank ? floats(0) : load(sums + r * columns + column);
+      store(first_lanes(heads.value_width - column), to + column, mul(sum, factor));
+    }
+  }
+
+ protected:
+  // Sums of more keys, one after another in float32, are added up in turn: they would lose digits.
+  static constexpr int64_t KEYS_AT_ONCE = 256;
+  const Heads& heads;
+  float *scores, *sums, *out;
+  const int64_t row_keys, columns;
+};
+
+class AttendingFloats : public RowsOfFloats {
  public:
   struct Scratch {
     // Keys [panel][column][key], values [panel][key][column]; rows of queries that do not lie together.
@@ -77,11 +124,7 @@ class AttendingFloats {
   };
 
   AttendingFloats(const FloatAttention& a, const Scratch& s, void* out)
-      : a(a),
-        s(s),
-        out(static_cast<float*>(out)),
-        row_keys(a.row_keys()),
-        columns(rounded_up(a.value_width, LANES)) {}
+      : RowsOfFloats(a, s.scores, s.sums, out), a(a), s(s) {}
 
   void pack(int64_t batch, int64_t head) {
     pack_keys(batch, head);
@@ -101,23 +144,6 @@ class AttendingFloats {
                {s.scores + first, row_keys, a.scale, false});
   }
 
-  // Make probabilities of a row of scores, and return what divides its result; 0: it has none.
-  float weigh(int64_t batch, int64_t head, int64_t row, int r, int64_t used) {
-    float* scores = s.scores + r * row_keys;
-    const float most = a.mask_row(scores, batch, head, row, used);
-    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
-    Floats sum = floats(0), some = sum;
-    for (int64_t i = 0; i < used; i += LANES) {
-      if (i % KEYS_AT_ONCE == 0) sum = add(sum, some), some = floats(0);
-      const Floats below = sub(load(scores + i), floats(most)), e = exponential(below);
-      // `exponential` is never 0, and what a mask hides may be huge. NaN stays.
-      const Floats probability = where(less(below, floats(-87)), floats(0), e);
-      store(scores + i, probability);
-      some = add(some, probability);
-    }
-    return sum_of_lanes(add(sum, some));
-  }
-
   // Sums of probabilities and values.
   void gather(int rows, int64_t used) {
     for (int64_t first = 0; first < columns; first += PANEL) {
@@ -132,21 +158,8 @@ class AttendingFloats {
     }
   }
 
-  void finish(int64_t batch, int64_t head, int64_t row, int r, float total) {
-    float* to = out + ((batch * a.queries + row) * a.heads + head) * a.value_width;
-    // Sums of a row without probabilities are of scores: they may be NaN.
-    const bool blank = total == 0;
-    const Floats factor = floats(blank ? 0 : 1 / total);
-    for (int64_t column = 0; column < a.value_width; column += LANES) {
-      const Floats sum = blank ? floats(0) : load(s.sums + r * columns + column);
-      store(first_lanes(a.value_width - column), to + column, mul(sum, factor));
-    }
-  }
-
  private:
   static constexpr int64_t AHEAD = 16;  // keys
-  // Sums of more keys, one after another in float32, are added up in turn: they would lose digits.
-  static constexpr int64_t KEYS_AT_ONCE = 256;
 
   static int vectors_at(int64_t first, int64_t size) {
     return static_cast<int>((std::min(PANEL, size - first) + LANES - 1) / LANES);
@@ -209,8 +222,6 @@ class AttendingFloats {
 
   const FloatAttention& a;
   const Scratch s;
-  float* out;
-  const int64_t row_keys, columns;
 };
 
 inline void attend(const FloatAttention& a, void* out, int available) {

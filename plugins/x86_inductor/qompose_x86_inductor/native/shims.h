@@ -18,7 +18,7 @@
 #pragma GCC push_options
 #pragma GCC optimize("O3")
 #include "arguments.h"
-#include "float_attention.h"
+#include "cache_attention.h"
 #include "recurrent.h"
 #ifdef QOMPOSE_AVX512_VNNI
 #include "attention.h"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from qompose_x86_inductor.rules.attention import ATTENTION_RULES
+from qompose_x86_inductor.rules.cache import CACHE_RULES
 from qompose_x86_inductor.rules.dynamic import DYNAMIC_RULES
 from qompose_x86_inductor.rules.recurrent import RECURRENT_RULES
 from qompose_x86_inductor.rules.static import PRODUCT_RULES, STATIC_RULES
@@ -16,4 +17,5 @@ RULES = (
     *DYNAMIC_RULES,
     *WEIGHT_ONLY_RULES,
     *RECURRENT_RULES,
+    *CACHE_RULES,
 )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replacement of attention to caches of integers by a call of our own C++ that reads them as they are.
+
+Torch's attention wants floats, and for groups of heads a copy of keys and values for each: with 4,096 of them
+that is most of what a token takes. It is for few queries; with many, other C++ arranges the keys first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.inductor.nodes import arguments_of
+from qompose_x86_inductor.native import cache_attention, processor
+from qompose_x86_inductor.operators.attention import laid_out
+
+aten = torch.ops.aten
+_PASS_ON: Final = {
+    aten.reshape.default, aten.view.default, aten.expand.default, aten.clone.default,
+    aten.contiguous.default, aten.unsqueeze.default, aten.slice.Tensor,
+}  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Rows of integers in a graph, (B, H, S, columns), and their scales."""
+
+    integers: fx.Node
+    scales: fx.Node
+
+
+def found(node: fx.Node) -> tuple[Rows, Rows] | None:
+    """Return the keys and values of a call of torch's attention that the C++ computes; else None."""
+    if node.target is not native_attention.IN_FLOAT or processor.isa() is None:
+        return None
+    arguments = arguments_of(node)
+    query, key = (_value(arguments[name]) for name in ("query", "key"))
+    keys, values = (_rows(arguments[name]) for name in ("key", "value"))
+    if query is None or key is None or keys is None or values is None:
+        return None
+    if query.dim() != 4 or query.dtype != torch.float32 or arguments["dropout_p"]:
+        return None
+    mask = arguments["attn_mask"]
+    fits = mask is None or native_attention.fits(mask, query, key)
+    return (keys, values) if fits and native_attention.is_few(query.shape[-2]) else None
+
+
+def replace(node: fx.Node, rows: tuple[Rows, Rows]) -> None:
+    """Let a call for which there are `found` rows compute the same in C++, in place."""
+    arguments = arguments_of(node)
+    query, scale = arguments["query"], arguments["scale"]
+    scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else float(scale)
+    keys, values = rows
+    others = (arguments["attn_mask"], bool(arguments["is_causal"]), scale)
+    node.target, node.args, node.kwargs = attended, (query, *keys, *values, *others), {}
+
+
+def attended(query: Tensor, *arguments: Any) -> Tensor:
+    """Compute attention of four axes; the result is (B, L, heads, V) with its axes moved."""
+    return laid_out(cache_attention.ATTENTION(query, *arguments), 4)
+
+
+def _rows(node: Any) -> Rows | None:
+    """Return the integers behind keys or values (B, heads, S, columns), which their heads may share."""
+    given, chain = _value(node), []
+    while isinstance(node, fx.Node) and node.target in _PASS_ON:
+        chain.append(node)
+        node = node.args[0]
+    if given is None or not isinstance(node, fx.Node) or node.target is not aten.mul_.Tensor:
+        return None
+    converted, scale = node.args
+    if not isinstance(converted, fx.Node) or converted.target is not aten.to.dtype:
+        return None
+    rows = Rows(converted.args[0], scale)  # type: ignore[arg-type]
+    integers, scales = map(_value, rows)
+    if integers is None or scales is None or integers.dim() != 4:
+        return None
+    if integers.dtype != torch.int8 or scales.shape != (*integers.shape[:-1], 1):
+        return None
+    if not _repeats_heads(integers, chain[::-1], given):
+        return None
+    return rows
+
+
+def _repeats_heads(start: Tensor, chain: list[fx.Node], end: Tensor) -> bool:
+    """Return whether views and copies do nothing but give each head to those of a group, side by side."""
+    batch, heads, *rest = start.shape
+    if end.dim() != 4 or any(type(size) is not int for size in (*start.shape, *end.shape)):
+        return False
+    if heads == 0 or end.shape[1] % heads:
+        return False
+    times = end.shape[1] // heads
+    allowed = {
+        tuple(shape)
+        for shape in (
+            (batch, heads, *rest),
+            (batch, heads, 1, *rest),
+            (batch, heads, times, *rest),
+            (batch, heads * times, *rest),
+        )
+    }
+    return all((value := _value(n)) is not None and tuple(value.shape) in allowed for n in chain)
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
