@@ -126,7 +126,11 @@ def test_cache_in_eight_bits(family: str) -> None:
     assert sqnr(_without_cache(family), actual := _logits(lowered)) > 30
     assert sqnr(_logits(converted), actual) > SAME
     rows = [  # of one memory once: the exporter has names of its own for buffers
-        {value.data_ptr(): value for value in _state(methods["decode"]).values() if value.dim() == 4}
+        {
+            value.data_ptr(): value
+            for value in _state(methods["decode"]).values()
+            if value.dim() == 4
+        }
         for methods in (converted, lowered)
     ]
     before, after = (sum(value.nbytes for value in part.values()) for part in rows)

@@ -596,7 +596,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         weight=specs.get("weight"),
         output=specs.get("output"),
         granularity=granularity(specs.get("weight", specs.get("activation"))),
-        qat=why_not_trained(config) is None,
+        qat=rule.trains and why_not_trained(config) is None,
         kernels=kernels_of(rule),
         constraints=tuple((r, c) for r, c in rule.accepts.items() if r in rule.roles),
         shares=rule.shares,

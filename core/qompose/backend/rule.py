@@ -409,7 +409,7 @@ class Rule:
             return f"it stays in float unless the configuration sets the option {self.option!r}"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
-        if config.is_qat and self.own:
+        if config.is_qat and not self.trains:
             return f"rule {self.name} does not support training"
         specs = self.specs_for(config)
         if not specs:
@@ -429,6 +429,11 @@ class Rule:
         if self.guard is None:
             return ()
         return tuple(self.guard) if isinstance(self.guard, Sequence) else (self.guard,)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the rule follows configurations for training: not with specifications of its own."""
+        return not self.own
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def written_buffers(graph: Graph) -> frozenset[str]:
 
 def buffers_written_by(graph: Graph) -> dict[Node, str]:
     """Return the calls that write to buffers of floats, each with the path of the buffer."""
-    memory, found = _Memory(graph), {}
+    memory, found = _Memory(graph), dict[Node, str]()
     for root, writers in memory.writers.items():
         for node in memory.members[root]:
             value = _attribute(node)

@@ -315,6 +315,8 @@ def trains(suite: Suite, trial: Trial) -> None:
     """The row passes gradients on, and is deployed as it was trained."""
     suite.require(converts, trial)
     reason = why_not_trained(trial.terms.config)
+    if reason is None and not trial.terms.rule.trains:
+        reason = "the rule has a specification of its own, which is not for training"
     if reason is not None:
         raise NotApplicable(reason)
     config = training_config(trial.terms.config)

@@ -154,7 +154,8 @@ class _Function(nn.Module):
 
 def _tensors(trial: Trial) -> list[Tensor]:
     """Return what the example's function is called with, in order."""
-    inputs, own = iter(trial.batches("example", 1)[0]), dict(trial.model.row.named_parameters())
+    inputs, row = iter(trial.batches("example", 1)[0]), trial.model.row
+    own = {**dict(row.named_parameters()), **dict(row.named_buffers())}
     return [
         own[f"own_{name}"].detach() if stored else next(inputs)
         for name, stored in zip(trial.terms.example.names, trial.terms.stored, strict=True)

@@ -38,7 +38,7 @@ class CacheEmitter:
         source = region.dynamic(self.rows)
         if not source.symmetric or (source.dims, source.low, source.high) != (1, -128, 127):
             raise NotLowerable(f"{source.node.name} is not symmetric int8 with a scale per row")
-        write = region.node("output")
+        write: Any = region.node("output").target
         buffer: Any = region.argument("output", "self")
         path, initial = region.take_over(buffer)
         held = [
@@ -46,11 +46,11 @@ class CacheEmitter:
             for name, value in zip(("int8", "scale"), _quantized(initial), strict=True)
         ]
         floats = region.inputs(self.rows)[0]
-        arguments = [region.argument("output", a.name) for a in write.target._schema.arguments]  # type: ignore[union-attr]
+        arguments = [region.argument("output", a.name) for a in write._schema.arguments]
         for to, rows in zip(held, _rows(region, source), strict=True):
-            region.step(write.target, *_with(arguments, {buffer: to, floats: rows}))
-        floats = region.step(aten.to.dtype, held[0], torch.float32)
-        return region.call(aten.mul_.Tensor, floats, held[1])  # mul would convert to another copy
+            region.step(write, *_with(arguments, {buffer: to, floats: rows}))
+        values = region.step(aten.to.dtype, held[0], torch.float32)
+        return region.call(aten.mul_.Tensor, values, held[1])  # mul would convert to another copy
 
 
 def _with(arguments: list[Any], replaced: dict[Node, Node]) -> Any:
