@@ -94,7 +94,7 @@ class TestNames:
         assert [name.replace(", weights [-64, 63]", "") for name in names] == [
             "static", "static, activations [0, 127]", "static, with attention", "dynamic",
             "dynamic per token", "dynamic int4 groups of 32 per token",
-            "weight-only int8", "weight-only int4 groups of 32",
+            "weight-only int8", "weight-only int8, with cache", "weight-only int4 groups of 32",
             "weight-only int4 groups of 32, weights symmetric", "weight-only int4 groups of 128",
             "weight-only float16",
         ]  # fmt: skip
