@@ -162,6 +162,8 @@ def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
 
 def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
     """A program for batches of any size stays one."""
+    if trial.terms.rule.state:
+        raise NotApplicable("a buffer has one size")
     suite.require(matches_reference, suite.plain(trial), target)
     remedy = "read sizes from the tensors, not from the shapes of the example"
     with expecting(trial.on(target), "a model that accepts any batch size", remedy):

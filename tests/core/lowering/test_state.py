@@ -19,7 +19,7 @@ from qompose.reporting.report_data import SIMULATED
 from torch import Tensor, nn
 from torch.fx import Node
 
-from tests.core.toy import DYNAMIC, aten, claimed, export, rule, sqnr, toy
+from tests.core.toy import DYNAMIC, Model, aten, claimed, export, rule, sqnr, toy
 
 WIDTH, LENGTH = 8, 6
 ROWS = QuantizationSpec(
@@ -111,6 +111,15 @@ class TestKernels:
         (note,) = (note for note in notes if "seen" in note)
         assert f"{2 * size:,}" in note
         assert f"{4 * size:,}" in note
+
+    def test_a_program_may_write_and_not_read(self) -> None:
+        model = Model(lambda m, x, at: (m.seen.index_copy_(0, at, x), x)[1])
+        model.register_buffer("seen", torch.ones(LENGTH, WIDTH))
+        x, at = given(1, 2)
+        lowered = qompose.lower(converted_of(model, x, at))
+        assert torch.equal(lowered(x, at), x)
+        assert [name for name, _ in lowered.named_buffers()] == ["seen_halves"]
+        assert sqnr(x, lowered.seen_halves[at]) > 35
 
     @pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
     def test_a_path_that_is_taken_is_left_alone(self) -> None:
