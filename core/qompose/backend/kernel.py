@@ -303,7 +303,7 @@ class Region:
         The kernel keeps what is written in buffers of its own (`state`).
 
         Returns:
-            the path of the buffer, and its initial values, which are not to be changed.
+            the path of the buffer, and its initial values in its shape, which are not to be changed.
 
         Raises:
             NotLowerable: something else writes to the buffer too, or reads it before this region.
@@ -315,7 +315,7 @@ class Region:
         return self._taken, values
 
     def state(self, path: str, value: Tensor) -> Node:
-        """Store a buffer that the kernel writes to, and insert a node that reads it.
+        """Store a buffer of any shape that the kernel writes to, and insert a node that reads it.
 
         Unlike a `constant`, it is never that of another region. The methods of a program share it by its
         path, so that follows from the path of the buffer that it replaces.

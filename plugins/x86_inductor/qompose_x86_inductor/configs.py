@@ -94,13 +94,11 @@ def get_default_x86_inductor_quantization_config(
             further to one side.
     """
     _check(reduce_range, weight_only, per_token, isa)
+    kit.check_booleans(attention=attention, cache=cache)
     if group_size is not None and is_dynamic and not per_token:
         raise ConfigError(f"group_size={group_size} with is_dynamic=True requires per_token=True")
     if attention and (is_dynamic or weight_only):
-        raise ConfigError(
-            "attention=True requires static activations, so it cannot be combined with "
-            "is_dynamic=True or weight_only=True"
-        )
+        raise ConfigError(_STATIC_ATTENTION)
     if group_size is None and not weight_only:
         low, high = WEIGHT_RANGES[isa] if isa else exactness.recommended_weight_range()
         weight_qmin = low if weight_qmin is None else weight_qmin
@@ -130,9 +128,15 @@ def get_default_x86_inductor_quantization_config(
         weight_range=weight_range,
         balance=balance,
         algorithms=algorithms,
-        options=(*([ATTENTION] if attention else []), *([CACHE] if cache else [])),
+        options=tuple(word for word, asked in ((ATTENTION, attention), (CACHE, cache)) if asked),
         fake_quantize=fake_quantize,
     )
+
+
+_STATIC_ATTENTION = (
+    "attention=True requires static activations, so it cannot be combined with is_dynamic=True or "
+    "weight_only=True"
+)
 
 
 def _head(options: kit.ConfigOptions, bits: int) -> str:
