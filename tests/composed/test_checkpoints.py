@@ -22,6 +22,7 @@ from qompose.algorithms import (
 from qompose.errors import CheckpointError, ConfigError
 from qompose.spec.claim import Claim
 from qompose.testing.fixtures import sqnr
+from qompose_onnx import ONNXQuantizer, get_onnx_quantization_config as onnx
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config as x86,
@@ -174,6 +175,19 @@ def test_another_backend_keeps_what_it_can(tmp_path: Path) -> None:
     converted = qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
     assert torch.equal(converted(IDS), program.module()(IDS))
     assert sqnr(converted(IDS), qompose.lower(converted)(IDS)) > SAME
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_onnx_runtime_computes_with_them(symmetric: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    checkpoint, _ = checkpoint_of(tmp_path, symmetric=symmetric)
+    program = exported(checkpoint)
+    config = onnx(weight_only=True, **checkpoint.options())
+    quantizer = ONNXQuantizer().set_filter(checkpoint.holds, config)
+    converted = qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
+    expected = program.module()(IDS)
+    assert torch.equal(converted(IDS), expected)
+    assert sqnr(expected, qompose.lower(converted, target="onnx")(IDS)) > SAME
 
 
 class Again(Algorithm):

@@ -56,6 +56,11 @@ def test_symmetric_activations_have_a_symmetric_scheme() -> None:
     assert spec.qscheme is torch.per_tensor_symmetric and spec.dtype is torch.int8
 
 
+def test_groups_of_weights_have_zero_points_where_they_are_asked_for() -> None:
+    spec = config(weight_only=True, group_size=32, symmetric=False).weight
+    assert spec.qscheme is torch.per_channel_affine
+
+
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [

@@ -76,17 +76,17 @@ def get_onnx_quantization_config(
         raise ConfigError(f"activation must be {' or '.join(_FACTORIES)}, got {activation!r}")
     if bits is None and not tensorrt and _saturates(activation, options):
         bits = 7
-    return _config(activation, bits=bits, symmetric=symmetric_activations, **options)
+    return _config(activation, bits=bits, symmetric_activations=symmetric_activations, **options)
 
 
 def _config(
-    activation: str = "uint8", *, symmetric: bool = False, **options: Any
+    activation: str = "uint8", *, symmetric_activations: bool = False, **options: Any
 ) -> QuantizationConfig:
     """Return a configuration that is the same on each processor."""
     config = _FACTORIES[activation](**options)
-    if config.mode != "static" and (activation != "uint8" or symmetric):
+    if config.mode != "static" and (activation != "uint8" or symmetric_activations):
         given = [f"activation={activation!r}"] if activation != "uint8" else []
-        given += ["symmetric_activations=True"] if symmetric else []
+        given += ["symmetric_activations=True"] if symmetric_activations else []
         raise ConfigError(
             f"{' with '.join(given)} requires static quantization: DynamicQuantizeLinear "
             "computes affine uint8, and weight_only=True leaves activations in float"
@@ -95,7 +95,7 @@ def _config(
         raise ConfigError(
             "per_token=True is not supported: DynamicQuantizeLinear has one scale per tensor"
         )
-    return _named(config, activation, symmetric=symmetric)
+    return _named(config, activation, symmetric=symmetric_activations)
 
 
 def _saturates(activation: str, options: Mapping[str, Any]) -> bool:
@@ -124,7 +124,7 @@ def _all() -> Iterator[QuantizationConfig]:
     """Yield the default, which depends on the processor, and others, which do not."""
     yield get_onnx_quantization_config()
     yield from (_config(), _config(bits=7))
-    yield from (_config("int8"), _config("int8", symmetric=True))
+    yield from (_config("int8"), _config("int8", symmetric_activations=True))
     yield get_onnx_quantization_config(tensorrt=True)
     yield from (_config("uint16"), _config(is_per_channel=False))
     yield from (_config(is_dynamic=True), _config(is_dynamic=True, bits=7))
