@@ -36,7 +36,11 @@ from .observers.config import (
     weight_spec as weight_spec,
 )
 from .preparation.prepare import prepare_pt2e as prepare_pt2e, prepare_qat_pt2e as prepare_qat_pt2e
-from .quantized_model import QuantizedModel as QuantizedModel, quantize as quantize
+from .quantized_model import (
+    QuantizedModel as QuantizedModel,
+    quantize as quantize,
+    quantize_checkpoint as quantize_checkpoint,
+)
 from .quantizer.base import Quantizer as Quantizer
 from .quantizer.composition import (
     ComposableQuantizer as ComposableQuantizer,

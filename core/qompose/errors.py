@@ -209,7 +209,7 @@ class StatisticsError(UserError, ValueError):
 
 
 class CheckpointError(UserError):
-    """Weights that were quantized elsewhere cannot be taken as they are.
+    """A checkpoint cannot be read, or its tensors cannot be taken as they are.
 
     Attributes:
         names: modules, tensors or parameters that the message is about, all of them; none where it is about

@@ -9,26 +9,42 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from os import PathLike
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils.benchmark import Timer
 
-from qompose.calibration.calibrator import calibrate
+from qompose.calibration.calibrator import Ranks, calibrate
 from qompose.calibration.statistics_data import Statistics
+from qompose.console import on_terminal, progress_bar
 from qompose.conversion.convert import convert_pt2e
-from qompose.errors import CalibrationError, QomposeWarning, TargetError, UserError
+from qompose.conversion.qparams_solver import check_needs_no_data
+from qompose.errors import (
+    CalibrationError,
+    QomposeWarning,
+    TargetError,
+    UncalibratedError,
+    UnlearnedError,
+    UserError,
+)
+from qompose.files import destination
 from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
+from qompose.plan.plan import Record
 from qompose.preparation.prepare import prepare_pt2e
+from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
+from qompose.program.meta import META_KEY
 from qompose.program.user_input import arguments_of
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import QuantizerLike, as_composition
 from qompose.reporting.build_report import report
 from qompose.reporting.report_data import Report
+from qompose.storage.artifact import save, task_of
 from qompose.storage.pt2_archive import export_pt2
 
 
@@ -240,6 +256,109 @@ def _example_call(
             f"The example inputs do not fit {type(model).__name__}: {error}{hint}"
         ) from None
     return args, keywords
+
+
+def quantize_checkpoint(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    checkpoint: str | PathLike[str] | Mapping[str, Tensor],
+    path: str | PathLike[str],
+    backends: QuantizerLike,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    scratch: str | PathLike[str] | None = None,
+    progress: bool | None = None,
+    strict: bool = False,
+    timeout: float = 1800.0,
+) -> Report:
+    """Quantize weights that lie on disk, one after the other, into a file for `load`.
+
+    The file is the one that `save` writes of `convert_pt2e`'s result, byte for byte. Only what needs no
+    calibration data can be quantized: weights alone, or weights with activations at run time.
+
+    What was made of each weight is kept in `scratch`, about 2 bytes per weight, until the file is written;
+    the folder is deleted then. A call that was interrupted is gone on with by the same call. If
+    `torch.distributed` is initialized, processes share the work; they need one file system, and all have
+    to call this.
+
+    Args:
+        model: a module on the meta device, whose parameters take no memory. It is left unchanged.
+        example_inputs, kwargs, dynamic_shapes, backends, strict: as for `quantize`.
+        checkpoint: a safetensors file, the index of several, a folder with either, or a state dict, whose
+            entries may be DTensors.
+        path: the file to write.
+        scratch: a folder; by default that of the file, with ".partial" behind its name.
+        progress: whether to show a progress bar; None shows it on a terminal.
+        timeout: seconds after which a process that does not answer is an error.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or its tensors are not those of the model.
+        UncalibratedError, UnlearnedError: what is to be quantized needs calibration data.
+        UserError: `path` cannot be a file, `scratch` was left by another task, or another process failed;
+            and whatever the stages raise.
+        OSError: a file cannot be read or written.
+    """
+    target = Path(path)
+    _check_target(target)
+    folder = target.with_name(f"{target.name}.partial") if scratch is None else Path(scratch)
+    ranks = Ranks.here(timeout)
+    source = _Source.of(checkpoint, folder, ranks)
+    loaded = with_weights(model, source.tensors)
+    exported = _export(loaded, example_inputs, kwargs, dynamic_shapes)
+    prepared = prepare_pt2e(exported, as_composition(backends), strict=strict)
+    record = _needing_no_data(prepared)
+    with progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar:
+        spool = Spool(folder, ranks, bar)
+        spool.claim(task_of(record, source.identity))
+        with spooling(spool):
+            converted = convert_pt2e(prepared, inplace=True)
+            result = report(converted)
+            spool.together(partial(save, converted, target) if ranks.rank == 0 else lambda: None)
+    if ranks.rank == 0:
+        rmtree(folder)
+    return result
+
+
+def _check_target(path: Path) -> None:
+    """Refuse what cannot be written before any work is done."""
+    destination(path)
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path} cannot be written: directory {path.parent} does not exist")
+
+
+def _needing_no_data(prepared: GraphModule) -> Record:
+    record: Record = prepared.meta[META_KEY]
+    try:
+        check_needs_no_data(prepared, record.plan)
+    except (UncalibratedError, UnlearnedError) as error:
+        error.args = (f"{error}\n{_WITHOUT_DATA}",)
+        raise
+    return record
+
+
+_WITHOUT_DATA = (
+    "quantize_checkpoint runs no data through the model. Choose configurations that are weight-only or "
+    "dynamic, or quantize the model in memory, with calibration=."
+)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of a checkpoint, and what tells it from another one beside their values."""
+
+    tensors: Mapping[str, Tensor]
+    identity: Any
+
+    @classmethod
+    def of(cls, checkpoint: object, folder: Path, ranks: Ranks) -> _Source:
+        if isinstance(checkpoint, Mapping):
+            return cls(whole_tensors(checkpoint, folder, ranks), None)
+        if not isinstance(checkpoint, (str, PathLike)):
+            raise UserError(f"checkpoint expects a path or a state dict, got {checkpoint!r}")
+        files = files_of(Path(checkpoint))
+        facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return cls(tensors_of(files), facts)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class AWQ(Algorithm):
     """Scales the channels of weights whose claims ask for it."""
 
     word = WORD
+    needs_data = True
 
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]

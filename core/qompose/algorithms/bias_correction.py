@@ -50,6 +50,7 @@ class BiasCorrection(Algorithm):
     """Corrects the biases of products whose claims ask for it."""
 
     word = BIAS_CORRECTION
+    needs_data = True
 
     def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]

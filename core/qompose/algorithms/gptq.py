@@ -117,6 +117,7 @@ class GPTQ(Algorithm):
     """
 
     word: ClassVar[str] = WORD
+    needs_data = True
     damping: float | None = None
     act_order: bool = True
     block_size: int = 64

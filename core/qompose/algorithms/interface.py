@@ -11,6 +11,7 @@ The value is a subclass of `Algorithm` that needs no arguments, or an object of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -84,9 +85,11 @@ class Algorithm:
 
     Attributes:
         word: by which configurations ask for it, in `algorithms=`, and which lines of the report begin with.
+        needs_data: whether it changes nothing without calibration data. What `learns` need not say so.
     """
 
     word: ClassVar[str] = ""
+    needs_data: ClassVar[bool] = False
 
     def is_asked(self, claim: Claim) -> bool:
         """Tell whether a claim asks for it, by its word or as an equal object."""
@@ -262,6 +265,17 @@ class Algorithms:
                     if algorithm.is_asked(claim)
                 ]
             yield from ((algorithm, number, part) for number, part in parts if part is not None)
+
+    def without_data(self, claims: Sequence[Claim]) -> Counter[str]:
+        """Count by word the claims that ask for what needs calibration data."""
+        learning = [(algorithm.word, number) for algorithm, number, _ in self.learning(claims)]
+        needing = [
+            (algorithm.word, number)
+            for algorithm in self.members
+            for number, claim in enumerate(claims)
+            if algorithm.needs_data and algorithm.is_asked(claim)
+        ]
+        return Counter(word for word, _ in dict.fromkeys((*learning, *needing)))
 
     def learn(self, algorithm: Algorithm, found: Calibrated, block: Block) -> None:
         """Let one of them decide on the weights of a block."""

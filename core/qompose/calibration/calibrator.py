@@ -466,7 +466,7 @@ class Ranks:
 def _lost(timeout: float, error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return (
-        f"another process of this calibration died or did not respond within {timeout:g} seconds "
+        f"another process died or did not respond within {timeout:g} seconds "
         f"({first}). Check its output; if it is only slow, pass a larger timeout="
     )
 

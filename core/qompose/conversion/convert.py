@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -32,6 +33,7 @@ from qompose.plan.methods import each_method, share_constants, states_of
 from qompose.plan.operator_ids import note_regions, restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
+from qompose.program.disk import do_ahead, kept
 from qompose.program.graph import (
     call,
     constant_of,
@@ -283,6 +285,7 @@ def insert_qdq(
     inserter.give_parameters_factors()
     for node, _, _ in input_observers(model):
         node.graph.erase_node(node)
+    inserter.quantize_ahead()
     inserter.replace_observers()
     inserter.divide_inputs()
     inserter.round_biases()
@@ -452,7 +455,8 @@ class _QDQInserter:
         with node.graph.inserting_before(node):
             scale = self._buffer(f"{base}_scale", q.scale, like)
             if bool(q.zero_point.any()):
-                zero_point = self._buffer(f"{base}_zero_point", _stored(q, shape), like)
+                stored = kept(f"zero {node.name}", lambda: {"points": _stored(q, shape)})
+                zero_point = self._buffer(f"{base}_zero_point", stored["points"], like)
             else:
                 zero_point = self._zero(q.zero_point, like)
         return static_pair(q, shape, scale, zero_point)
@@ -499,12 +503,8 @@ class _QDQInserter:
         if number in self.solution.integers:
             self._integers[key] = self.solution.integers[number]
         elif key not in self._integers:
-            with torch.no_grad():
-                self._integers[key] = integers_of(
-                    constant,
-                    self.solution.qparams[number],
-                    self.solution.absorbed(value.name),
-                )
+            job = partial(self._integers_of, value.name, constant, number)
+            self._integers[key] = kept(_named(value, number), job)["integers"]
         reader = first_user(node)
         self.quantized[str(value.target)] = reader.name
         with node.graph.inserting_before(node):
@@ -512,6 +512,27 @@ class _QDQInserter:
         if QUANTIZATION_TAG in value.meta:
             read.meta[QUANTIZATION_TAG] = value.meta[QUANTIZATION_TAG]
         return read
+
+    def _integers_of(self, name: str, constant: Tensor, number: int) -> dict[str, Tensor]:
+        with torch.no_grad():
+            q, absorbed = self.solution.qparams[number], self.solution.absorbed(name)
+            return {"integers": integers_of(constant, q, absorbed)}
+
+    def quantize_ahead(self) -> None:
+        """Quantize parameters, if what is made of them is kept on disk; processes share the work."""
+        jobs, done = {}, set()
+        for each in self.solution.observed:
+            (value,) = each.node.all_input_nodes
+            constant, number = constant_of(value), each.group
+            if constant is None or number not in self.solution.qparams or not self.fold_quantize:
+                continue
+            if each.node.users and number not in self.solution.integers:
+                key = (layout_of(constant), number)
+                if key not in done:
+                    done.add(key)
+                    job = partial(self._integers_of, value.name, constant, number)
+                    jobs[_named(value, number)] = job
+        do_ahead("quantizing weights", jobs)
 
     def _release(self, value: Node) -> None:
         """Drop a parameter that nothing reads any more, so that both forms are never held at once."""
@@ -674,6 +695,11 @@ def _stored(q: QParams, shape: tuple[int, ...]) -> Tensor:
     if not fits or q.zero_point.is_floating_point() or not per_group(q, shape):
         return q.zero_point
     return q.zero_point.to(torch.int8)
+
+
+def _named(value: Node, number: int) -> str:
+    """Return what the integers of a parameter are called on disk."""
+    return f"integers {value.name} {number}"
 
 
 def _base(node: Node) -> str:

@@ -7,7 +7,8 @@ import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, cast
 
@@ -43,10 +44,11 @@ from qompose.observers.make_observer import (
     qparams_of,
     was_fed,
 )
-from qompose.observers.min_max import PlaceholderObserver
+from qompose.observers.min_max import PlaceholderObserver, keeps_a_range_alone
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.plan import Group, Plan, subject_of
 from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nested_call, nodes_in
+from qompose.program.disk import do_ahead, kept, spools
 from qompose.program.graph import constant_of, module_path, value_of
 from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
 from qompose.spec.claim import Point
@@ -128,6 +130,16 @@ def solve(
     return QParamsSolver(model, plan, unlearned).solve(allow_uncalibrated=allow_uncalibrated)
 
 
+def check_needs_no_data(model: GraphModule, plan: Plan) -> None:
+    """Check that a prepared model can be converted without calibration data.
+
+    Raises:
+        UncalibratedError: its parts are quantized statically, or channels get factors; it lists the tensors.
+        UnlearnedError: algorithms learn from data.
+    """
+    QParamsSolver(model, plan).check_needs_no_data()
+
+
 class QParamsSolver:
     """Finds out which groups of a prepared model live, and with which numbers; see `Solution`."""
 
@@ -136,6 +148,7 @@ class QParamsSolver:
         self._algorithms = algorithms_of(plan.claims)
         self.dropped: dict[int, str] = {}
         self._widened: dict[int, float] = {}
+        self._attempts: Counter[int] = Counter()
         self._nodes = {node.name: node for node in nodes_in(model)}
         calls = observer_nodes(model)
         self._observed = [Observed(node, number, _seen_by(node)) for node, number in calls]
@@ -185,7 +198,7 @@ class QParamsSolver:
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
-                found.qparams[number] = self._calculate(number, group)
+                found.qparams[number] = self._kept(number, self._calculate(number, group))
         self._widened = widen_scales_for_int32(self.plan, self._nodes, found.qparams, self.dropped)
         self._take_learned()
 
@@ -283,16 +296,58 @@ class QParamsSolver:
         """Let observers of parameters see them, since those need no calibration data."""
         fed = {number for number, observer in self._observers.items() if was_fed(observer)}
         idle = set(_never_run(self.model))
-        with torch.no_grad():
-            for node, number in ((each.node, each.group) for each in self._observed):
-                value = node.args[0]
-                constant = constant_of(value) if isinstance(value, Node) else None
-                if constant is not None and (number not in fed or node.graph in idle):
-                    observer = self.observer(number)
-                    if isinstance(observer, FakeQuantize):  # the model may be trained on
-                        self._observers[number] = copy.deepcopy(observer)
-                    with blaming(f"the observer of {self.describe(number)}"):
-                        self.observer(number)(constant)
+        constants: dict[int, list[Tensor]] = defaultdict(list)
+        for node, number in ((each.node, each.group) for each in self._observed):
+            value = node.args[0]
+            constant = constant_of(value) if isinstance(value, Node) else None
+            if constant is not None and (number not in fed or node.graph in idle):
+                constants[number].append(constant)
+        jobs = {
+            f"seen {number}": partial(self._statistics, number, seen)
+            for number, seen in constants.items()
+            if keeps_a_range_alone(self.observer(number))
+        }
+        do_ahead("looking at weights", jobs)
+        for number, seen in constants.items():
+            job = jobs.get(f"seen {number}")
+            if job is None or not spools():
+                self._observe(number, seen)
+            else:
+                self.observer(number).restore(kept(f"seen {number}", job))
+
+    def _statistics(self, number: int, constants: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what an observer's copy sees: the observer itself would keep it in memory."""
+        observer = copy.deepcopy(self.observer(number))
+        self._show(observer, number, constants)
+        state: dict[str, Tensor] = observer.state()
+        return state
+
+    def _observe(self, number: int, constants: Sequence[Tensor]) -> None:
+        if isinstance(self.observer(number), FakeQuantize):  # the model may be trained on
+            self._observers[number] = copy.deepcopy(self.observer(number))
+        self._show(self.observer(number), number, constants)
+
+    def _show(self, observer: Any, number: int, constants: Sequence[Tensor]) -> None:
+        with torch.no_grad(), blaming(f"the observer of {self.describe(number)}"):
+            for constant in constants:
+                observer(constant)
+
+    def check_needs_no_data(self) -> None:
+        """Raise what `solve` would, before weights are looked at."""
+        weights = {
+            e.group for e in self._observed if constant_of(e.node.all_input_nodes[0]) is not None
+        }
+        missing = [
+            self.describe(number)
+            for number in range(len(self.plan.groups))
+            if number not in weights
+            and self._needs_data(number)
+            and not has_data(self.observer(number))
+        ]
+        if missing:
+            raise UncalibratedError(missing)
+        if asked := self._algorithms.without_data(self.plan.claims):
+            raise UnlearnedError(asked)
 
     def _drop_masked(self) -> None:
         for group, observer in ((g, self.observer(n)) for n, g in enumerate(self.plan.groups)):
@@ -359,6 +414,15 @@ class QParamsSolver:
                 )
                 reason = f"{made}, which {self._labels[node.graph]} cannot contain"
                 self._drop(self.plan.groups[number], reason)
+
+    def _kept(self, number: int, q: QParams) -> QParams:
+        """Keep the parameters of a weight on disk, if tensors are kept there: groups have many."""
+        if q.per_tensor or constant_of(self._value(number)) is None:
+            return q
+        parts = {"scale": q.scale, "zero_point": q.zero_point}
+        self._attempts[number] += 1
+        made = kept(f"qparams {number} {self._attempts[number]}", lambda: parts)
+        return replace(q, scale=made["scale"], zero_point=made["zero_point"])
 
     def _drop_underived(self) -> None:
         """Drop the claims whose parameters would be derived from tensors that stay in float."""

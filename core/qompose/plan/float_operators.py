@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.plan.plan import Operator, Rewrite
-from qompose.program.bit_fields import stored_size
 from qompose.program.control_flow import (
     LAYOUTS,
     bodies_of,
@@ -28,6 +27,7 @@ from qompose.program.control_flow import (
     nodes_in,
     operands_of,
 )
+from qompose.program.disk import stored_size
 from qompose.program.graph import (
     address_of,
     constant_of,

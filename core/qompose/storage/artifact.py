@@ -9,6 +9,8 @@ with what the model was made: versions, owners and their packages, operators, sc
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import platform
 import re
@@ -193,6 +195,17 @@ def _described(
     packed, stored = pack_bits(blocks)
     body = {"manifest": manifest_of(records, operators), "methods": methods}
     return {**body, "tensors": views, "packed": packed}, stored
+
+
+def task_of(record: Record, source: Any) -> str:
+    """Return a hash of what is to become of a prepared model: its plan, weights, versions, and `source`.
+
+    Raises:
+        ConfigError: a specification of a class that core does not know, of which no file can tell.
+    """
+    made_with = [version("qompose"), torch.__version__]
+    text = json.dumps([encode_record(record), made_with, source], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _prefix(method: str) -> str:

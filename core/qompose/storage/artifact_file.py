@@ -7,7 +7,7 @@ text, and in it one of each block of memory, tell a damaged file from a sound on
 who may write the file may write them too.
 
 Tensors are views of blocks: what shares memory is stored once, and shares it again. Integers of few values
-are packed into bytes (`qompose.program.bit_fields`).
+are packed into bytes (`qompose.program.disk`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -32,11 +33,13 @@ from torch import Tensor, nn
 from qompose.errors import ArtefactError
 from qompose.files import draft_of
 from qompose.json_codec import DTYPE, named, of_type, plain, sequence
-from qompose.program.bit_fields import (
+from qompose.program.disk import (
     BITS,
     INTEGERS,
+    do_ahead,
     field_bytes,
     fields_of,
+    kept,
     pack_fields,
     stored_size,
     unpack_fields,
@@ -343,15 +346,20 @@ _PACKING = of_type(
 
 def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return how blocks were packed, by name, and the blocks: those that fit as bytes, others as they are."""
-    found: dict[str, Any] = {}
+    fields = {name: found for name, block in blocks.items() if (found := fields_of(block))}
+    jobs = {f"packed {n}": partial(_packed, blocks[n], *found) for n, found in fields.items()}
+    do_ahead("packing", jobs, shared=False)
+    facts: dict[str, Any] = {}
     stored = dict(blocks)
-    for name, block in blocks.items():
-        if (fields := fields_of(block)) is not None:
-            bits, low = fields
-            packing = _Packing(bits, low, block.dtype, tuple(block.shape))
-            found[name] = _PACKING.write(packing, name)
-            stored[name] = pack_fields(block, low, bits)
-    return found, stored
+    for name, (bits, low) in fields.items():
+        packing = _Packing(bits, low, blocks[name].dtype, tuple(blocks[name].shape))
+        facts[name] = _PACKING.write(packing, name)
+        stored[name] = kept(f"packed {name}", jobs[f"packed {name}"])["fields"]
+    return facts, stored
+
+
+def _packed(block: Tensor, bits: int, low: int) -> dict[str, Tensor]:
+    return {"fields": pack_fields(block, low, bits)}
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors on disk: weights as pages of a checkpoint, a spool for what is made of them, and fields of bits.
+
+Mapped tensors are read when they are used, and the system takes their pages back when it needs memory. Each
+has a storage of its own, as if it had been made alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import mmap
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qompose.errors import CheckpointError, UserError
+from qompose.program.graph import get_attribute, set_attribute
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+Made: TypeAlias = "dict[str, Tensor]"
+Job: TypeAlias = "Callable[[], Made]"
+"""Makes tensors, the same in every process."""
+INDEX = "model.safetensors.index.json"
+"""The file that says which file of a sharded checkpoint has which tensor."""
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint's file as pages of it, which must not be written to.
+
+    Raises:
+        CheckpointError: it is not a safetensors file, is cut off, or has a type that torch does not know.
+        OSError: it cannot be read.
+    """
+    start, header = _header(path)
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {name: _view(pages, start, facts) for name, facts in header.items()}
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return at which byte the tensors of a safetensors file begin, and what it says of each."""
+    with path.open("rb") as file:
+        try:
+            with safe_open(path, framework="pt"):  # checks the header against the file's size
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    if odd := sorted({facts["dtype"] for facts in header.values()} - {*_DTYPES}):
+        raise CheckpointError(f"{path} has tensors of the types {', '.join(odd)}")
+    return 8 + size, header
+
+
+def _view(pages: mmap.mmap, start: int, facts: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[facts["dtype"]], tuple(facts["shape"])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    offset = start + facts["data_offsets"][0]
+    with warnings.catch_warnings():  # that nobody may write to it, which is so
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        flat = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset)
+    return flat.view(shape)
+
+
+def _read(path: Path) -> Made:
+    """Return the tensors of a small file that `_write` wrote, each mapped on its own.
+
+    Unlike `mapped`, it holds no file open: a process may open few, and a model has many weights.
+    """
+    start, header = _header(path)
+    size, made = path.stat().st_size, {}
+    for name, facts in header.items():
+        dtype, shape = _DTYPES[facts["dtype"]], tuple(facts["shape"])
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
+        offset = (start + facts["data_offsets"][0]) // dtype.itemsize
+        flat = torch.empty(0, dtype=dtype).set_(storage, offset, (math.prod(shape),), (1,))
+        made[name] = flat.view(shape)
+    return made
+
+
+def _write(path: Path, made: Mapping[str, Tensor]) -> None:
+    """Write contiguous tensors to a file that is there whole or not at all."""
+    draft = path.with_name(f"{uuid4().hex}.draft")
+    try:
+        save_file({name: tensor.detach() for name, tensor in made.items()}, draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def files_of(checkpoint: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a checkpoint: a file, an index of several, or a folder with either.
+
+    Raises:
+        CheckpointError: there is none, or there are several without an index, or the index is not one.
+        OSError: it cannot be read.
+    """
+    if checkpoint.is_dir():
+        if (checkpoint / INDEX).exists():
+            return files_of(checkpoint / INDEX)
+        found = sorted(checkpoint.glob("*.safetensors"))
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{checkpoint} has {len(found)} safetensors files and no {INDEX}; pass one file, an index, "
+                "or a folder with either"
+            )
+        return (found[0],)
+    if checkpoint.suffix != ".json":
+        return (checkpoint,)
+    try:
+        names = sorted(set(json.loads(checkpoint.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is not an index of safetensors files: {type(error).__name__}: {error}"
+        ) from error
+    return tuple(checkpoint.with_name(Path(name).name) for name in names)
+
+
+def tensors_of(files: tuple[Path, ...]) -> dict[str, Tensor]:
+    """Return the tensors of several files, mapped.
+
+    Raises:
+        CheckpointError: two files have a tensor of one name; and what `mapped` raises.
+        OSError: a file is missing or cannot be read.
+    """
+    found: dict[str, Tensor] = {}
+    for file in files:
+        tensors = mapped(file)
+        if twice := sorted(found.keys() & tensors):
+            raise CheckpointError(f"{file} has tensors of other files: {', '.join(twice)}")
+        found |= tensors
+    return found
+
+
+def with_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a model, as a rule of the meta device, that has the tensors of a checkpoint.
+
+    Of tied parameters the checkpoint may have one or all. Buffers that a state dict leaves out keep their
+    values.
+
+    Raises:
+        UserError: `model` is no module.
+        CheckpointError: tensors are missing, left over, or of another shape or type than the model's; or
+            a buffer has no values.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"a checkpoint needs a torch.nn.Module to go with, got {model!r}")
+    ties = _ties(model)
+    names = {name: tied[0] for tied in ties for name in tied}
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        given.setdefault(names.get(name, name), tensor)
+    if wrong := [*_misfits(model, tensors, ties, given)]:
+        raise CheckpointError(
+            "the checkpoint does not fit the model:"
+            + "".join(f"\n  - {name} {reason}" for name, reason in wrong),
+            [name for name, _ in wrong],
+        )
+    own = chain(model.parameters(), model.buffers())
+    result = copy.deepcopy(model, {id(tensor): tensor for tensor in own})  # shared, not copied
+    for tied in ties:
+        old, value = get_attribute(result, tied[0]), given[tied[0]]
+        if isinstance(old, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=old.requires_grad)
+        for name in tied:
+            set_attribute(result, name, value)
+    return result
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of a state dict, those of one tensor together."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found[id(tensor)].append(name)
+    return list(found.values())
+
+
+def _misfits(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    ties: list[list[str]],
+    given: Mapping[str, Tensor],
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a checkpoint, by tensor; `given` has one of each that are tied."""
+    for tied in ties:
+        if tied[0] not in given:
+            yield tied[0], "is not in the checkpoint"
+        for name in filter(tensors.__contains__, tied):
+            yield from (
+                (name, text) for text in _objections(tensors[name], get_attribute(model, name))
+            )
+            if not _same(tensors[name], given[tied[0]]):
+                yield name, f"differs, but is one tensor in the model: {', '.join(tied)}"
+    known = {name for tied in ties for name in tied}
+    for name in tensors.keys() - known:
+        yield name, "is not in the model"
+    for name, buffer in model.named_buffers():
+        if name not in known and buffer.is_meta:
+            yield (
+                name,
+                (
+                    "is a buffer that state dicts leave out, and has no values on the meta device; make "
+                    "it on the CPU (accelerate.init_empty_weights does)"
+                ),
+            )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors are one, or have one shape and the same values."""
+    return one is other or (one.shape == other.shape and torch.equal(one, other))
+
+
+def _objections(tensor: Tensor, wanted: Tensor) -> Iterator[str]:
+    if tensor.is_meta:
+        yield "is on the meta device and has no values"
+    if tensor.shape != wanted.shape:
+        yield f"has the shape {tuple(tensor.shape)}, the model's {tuple(wanted.shape)}"
+    if tensor.dtype is not wanted.dtype:
+        yield f"is {tensor.dtype}, the model's {wanted.dtype}: call model.to({tensor.dtype})"
+
+
+class Ranks(Protocol):
+    """Processes that work together, or one alone: `qompose.calibration.calibrator.Ranks`."""
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this process."""
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+
+    def exchange(self, part: Any) -> list[Any]:
+        """Return what each process gave."""
+
+
+_WEIGHTS = "weights.qompose"
+
+
+def whole_tensors(source: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the tensors of a state dict; parts that processes hold (DTensor) are put together on disk.
+
+    All processes have to call it with the same names in the same order.
+
+    Raises:
+        OSError: `folder`, which is made anew, cannot be written.
+    """
+    parts = [name for name, tensor in source.items() if hasattr(tensor, "full_tensor")]
+    if not parts:
+        return dict(source)
+    place = folder / _WEIGHTS
+    if ranks.rank == 0:
+        if place.exists():
+            rmtree(place)
+        place.mkdir(parents=True)
+    files = {name: place / f"{number}.safetensors" for number, name in enumerate(parts)}
+    for name, file in files.items():
+        whole: Any = source[name]
+        made = whole.full_tensor()
+        if ranks.rank == 0:
+            _write(file, {"whole": made.detach().cpu().contiguous()})
+    ranks.exchange(None)
+    return {**source, **{name: _read(file)["whole"] for name, file in files.items()}}
+
+
+@dataclass(frozen=True)
+class Spool:
+    """A folder with a file per finished job, from which whoever comes next takes what the job made.
+
+    A file is there whole or not at all, so work that was cut off is gone on with; and processes on one file
+    system share it.
+    """
+
+    folder: Path
+    ranks: Ranks
+    bar: Progress
+
+    def claim(self, task: str) -> None:
+        """Make the folder, or find it as the same task left it.
+
+        Raises:
+            UserError: it was left by another task; or processes do not see one folder.
+        """
+        note = self.folder / "task"
+        if self.ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not note.exists() and {file.name for file in self.folder.iterdir()} <= {_WEIGHTS}:
+                note.write_text(task)
+        self.ranks.exchange(None)
+        found = note.read_text() if note.exists() else None
+        if any(each != task for each in self.ranks.exchange(found)):
+            raise UserError(
+                f"{self.folder} is not the unfinished work of this model, checkpoint, configuration and "
+                "versions. Delete it, or pass another folder as scratch=. Processes that share work have to "
+                "see one folder."
+            )
+
+    def fill(self, title: str, jobs: Mapping[str, Job], *, shared: bool = True) -> None:
+        """Do the jobs that nobody has done; `shared` ones are divided among processes.
+
+        Raises:
+            UserError: another process failed.
+            Exception: whatever a job raises.
+        """
+        rank, count = (self.ranks.rank, self.ranks.count) if shared else (0, 1)
+        mine = dict(list(jobs.items())[rank::count])
+        done = self.bar.add_task(title, total=len(mine))
+
+        def work() -> None:
+            for name, job in mine.items():
+                if not self._file(name).exists():
+                    _write(self._file(name), job())
+                self.bar.advance(done)
+
+        self.together(work) if shared else work()
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Work, and go on when every process has; what stops one stops all.
+
+        Raises:
+            UserError: another process failed.
+            Exception: whatever the work raises.
+        """
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        said = self.ranks.exchange(failure and f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if failed := [f"process {number}: {text}" for number, text in enumerate(said) if text]:
+            raise UserError(f"another process failed: {'; '.join(failed)}")
+
+    def take(self, name: str, job: Job) -> Made:
+        """Return what a job made, from its file, which is made if need be. Small ones stay in memory."""
+        if not self._file(name).exists():
+            made = job()
+            size = sum(tensor.untyped_storage().nbytes() for tensor in made.values())
+            if size < _SMALL or not all(tensor.is_contiguous() for tensor in made.values()):
+                return made
+            _write(self._file(name), made)
+        return _read(self._file(name))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
+
+
+_SMALL = 2**16
+"""Bytes from which on a file is worth the while."""
+_current: ContextVar[Spool | None] = ContextVar("qompose_spool", default=None)
+
+
+@contextmanager
+def spooling(spool: Spool) -> Iterator[None]:
+    """Let conversion and saving keep on disk what they make of weights, a tensor at a time."""
+    token = _current.set(spool)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def spools() -> bool:
+    """Tell whether tensors are kept on disk now."""
+    return _current.get() is not None
+
+
+def do_ahead(title: str, jobs: Mapping[str, Job], *, shared: bool = True) -> None:
+    """Do jobs that `kept` will ask for, if tensors are kept on disk; see `Spool.fill`."""
+    if (spool := _current.get()) is not None:
+        spool.fill(title, jobs, shared=shared)
+
+
+def kept(name: str, job: Job) -> Made:
+    """Return what a job makes, from disk if tensors are kept there; the same values and shapes.
+
+    Args:
+        name: of this job and no other of a task.
+    """
+    spool = _current.get()
+    return job() if spool is None else spool.take(name, job)
+
+
+# Integers of few values are fields of few bits in a file, which follow one another in bytes without gaps.
+# torch has no tensors of three bits. How many bits a tensor needs is found from its values, not from a
+# scheme, and what comes back is the same: `value = field + low`. Zero points of groups fit too, which are as
+# many as the scales, eight bytes each, and as a rule all zero.
+INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+BITS: Final = range(1, 8)
+_WORTH: Final = 1024
+"""How many values a tensor has at least: with fewer there is little to save."""
+
+
+def fields_of(x: Tensor) -> tuple[int, int] | None:
+    """Return the bits of a field and the least value; None where fields save nothing."""
+    if x.dtype not in INTEGERS or x.numel() < _WORTH:
+        return None
+    low, high = (int(bound) for bound in x.aminmax())
+    bits = next((bits for bits in BITS if high - low < 1 << bits), None)
+    return None if bits is None else (bits, low)
+
+
+def field_bytes(count: int, bits: int) -> int:
+    """Return how many bytes so many fields take."""
+    return -(-count * bits // 8)
+
+
+def stored_size(x: Tensor) -> int:
+    """Return the bytes that a tensor takes in a file."""
+    found = fields_of(x)
+    return x.numel() * x.element_size() if found is None else field_bytes(x.numel(), found[0])
+
+
+_AT_A_TIME: Final = 2**20
+"""How many values are packed at a time, a multiple of 8: temporaries are then small beside a model."""
+
+
+def pack_fields(x: Tensor, low: int, bits: int) -> Tensor:
+    """Return integers as fields, in bytes, shape `(field_bytes,)`; the first has the lowest bits."""
+    flat = x.reshape(-1)
+    packed = torch.empty(field_bytes(len(flat), bits), dtype=torch.uint8, device=x.device)
+    for first in range(0, len(flat), _AT_A_TIME):
+        part = _packed(flat[first : first + _AT_A_TIME], low, bits)
+        start = first // 8 * bits
+        packed[start : start + len(part)] = part
+    return packed
+
+
+def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
+    fields = (flat - low).to(torch.uint8)
+    size = field_bytes(len(fields), bits)
+    fields = torch.nn.functional.pad(fields, (0, -len(fields) % 8)).view(-1, 8)
+    packed = fields.new_zeros(len(fields), bits)  # eight fields fill so many bytes
+    for place in range(8):
+        byte, shift = divmod(bits * place, 8)
+        packed[:, byte] |= fields[:, place] << shift
+        if shift + bits > 8:  # it goes on in the next byte
+            packed[:, byte + 1] |= fields[:, place] >> (8 - shift)
+    return packed.reshape(-1)[:size]
+
+
+def unpack_fields(packed: Tensor, count: int, low: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the integers that `pack_fields` was given, shape `(count,)`."""
+    stream = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).view(-1, bits)
+    fields = packed.new_empty(len(stream), 8)
+    for place in range(8):
+        byte, shift = divmod(bits * place, 8)
+        field = stream[:, byte] >> shift
+        if shift + bits > 8:
+            field = field | stream[:, byte + 1] << (8 - shift)
+        fields[:, place] = field & ((1 << bits) - 1)
+    return fields.reshape(-1)[:count].to(dtype) + low
