@@ -81,10 +81,14 @@ def _x86(
 
         weights = {
             "8": config(weight_only=True), "4": config(weight_only=True, group_size=32, algorithms=()),
+            "4 with cache 8": config(weight_only=True, group_size=32, algorithms=(), cache=True),
+            "cache 8": config(weight_only=True, cache=True).without("weight"),
             "dynamic 8": config(is_dynamic=True, per_token=True, algorithms=()),
             "dynamic 8x4": config(is_dynamic=True, per_token=True, group_size=32, algorithms=()),
         }[mode]  # fmt: skip
-        table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+        table = EmbeddingQuantizer().set_global(
+            None if mode == "cache 8" else get_embedding_quantization_config(8)
+        )
         quantizer = qompose.compose(table, X86InductorQuantizer().set_global(weights))
         prepared = qompose.prepare_pt2e(programs(cache, lengths, small=small), quantizer)
         converted = qompose.convert_pt2e(prepared)
@@ -210,7 +214,7 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
     "float, compiled": _float(compiled=True),
     **{
         f"x86 {mode}{', compiled' * compiled}": _x86(mode, compiled=compiled)
-        for mode in ("8", "4", "dynamic 8", "dynamic 8x4")
+        for mode in ("8", "4", "4 with cache 8", "cache 8", "dynamic 8", "dynamic 8x4")
         for compiled in (False, True)
     },
     "OpenVINO int4": _openvino,
@@ -288,7 +292,7 @@ def sqnr(wanted: Tensor, actual: Tensor) -> float:
 
 
 def measured(
-    engine: str, threads: int, least: float, *, true: bool, memory: bool
+    engine: str, threads: int, least: float, *, true: bool, memory: bool, cache: int
 ) -> dict[str, Any]:
     """What one engine does; in place of times `true`: how true it is to float and to its Q/DQ form.
 
@@ -297,7 +301,6 @@ def measured(
     warnings.filterwarnings("ignore")
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads)
-    cache = PROMPT + STEPS
     runs, found = ENGINES[engine](cache, {"prefill": PROMPT, "decode": 1})
     converted, lowered = found.pop("converted", None), found.pop("lowered", None)
     if true:
@@ -361,6 +364,12 @@ def main() -> None:
     )
     parser.add_argument("--true", action="store_true", help="measure SQNR instead of times")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
+    parser.add_argument(
+        "--cache",
+        type=int,
+        default=PROMPT + STEPS,
+        help="tokens that the cache has room for (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="keep figures in this file and add to them")
     parser.add_argument("--one", choices=list(ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--load", type=Path, nargs="+", help=argparse.SUPPRESS)
@@ -373,7 +382,12 @@ def main() -> None:
         print(
             json.dumps(
                 measured(
-                    given.one, given.threads[0], given.seconds, true=given.true, memory=given.memory
+                    given.one,
+                    given.threads[0],
+                    given.seconds,
+                    true=given.true,
+                    memory=given.memory,
+                    cache=given.cache,
                 )
             )
         )
@@ -383,6 +397,7 @@ def main() -> None:
         rows = kept.setdefault(str(threads), {})
         for engine in given.engines:
             command = [sys.executable, __file__, "--one", engine, "--threads", str(threads)]
+            command += ["--cache", str(given.cache)]
             command += ["--seconds", str(given.seconds), *(["--true"] if given.true else [])]
             command += ["--memory"] if given.memory else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
