@@ -104,8 +104,9 @@ def test_what_is_not_the_cache_is_read_as_floats(attend: Attend) -> None:
     assert calls(lowered(attend)) == 0
 
 
-def test_many_queries_read_floats() -> None:
-    assert calls(lowered(grouped, 50)) == 0
+@pytest.mark.parametrize("queries", [native_cache.TOO_MANY_QUERIES, 50])
+def test_many_queries_read_floats(queries: int) -> None:
+    assert calls(lowered(grouped, queries)) == 0
 
 
 @pytest.mark.usefixtures("by_onednn")

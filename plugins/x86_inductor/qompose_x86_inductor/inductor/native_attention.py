@@ -109,10 +109,10 @@ def _float32(node: Any) -> Tensor | None:
     return value if value.dtype == torch.float32 and value.device.type == "cpu" else None
 
 
-def is_few(queries: Any) -> bool:
-    """Return whether a number of queries is below `FEWEST_QUERIES`."""
+def is_few(queries: Any, bound: int = FEWEST_QUERIES) -> bool:
+    """Return whether a number of queries is below a bound."""
     expected = queries if type(queries) is int else queries.node.hint
-    return expected is None or expected < FEWEST_QUERIES
+    return expected is None or expected < bound
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
