@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -308,6 +309,7 @@ def quantize_checkpoint(
     exported = _export(loaded, example_inputs, kwargs, dynamic_shapes)
     prepared = prepare_pt2e(exported, as_composition(backends), strict=strict)
     record = _needing_no_data(prepared)
+    gc.collect()  # what torch.export leaves in circles grows with the model, and would stay for a while
     with progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar:
         spool = Spool(folder, ranks, bar)
         spool.claim(task_of(record, source.identity))
