@@ -140,7 +140,7 @@ class QuantizedModel:
         if not inputs and not keywords:
             if exported is None:
                 raise UserError(
-                    "benchmark requires inputs: the program was exported without example inputs"
+                    "benchmark requires inputs: the exported program has no example inputs"
                 )
             return exported[0], exported[1]
         takes_mapping = exported is not None and any(isinstance(x, Mapping) for x in exported[0])

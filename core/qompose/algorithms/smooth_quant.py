@@ -251,7 +251,7 @@ class _Placing:
         silent = [point for point in group.points if point not in asked]
         if silent:
             raise _NotSmoothed(
-                f"{silent[0]} has the same quantization parameters but does not request {SMOOTH_QUANT}"
+                f"it shares its scale with {silent[0]}, to which {SMOOTH_QUANT} is not applied"
             )
         if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
             raise _NotSmoothed("its scale is not estimated from data")

@@ -132,7 +132,7 @@ class Statistics:
         return result
 
     def _merged(self, other: Statistics) -> Statistics:
-        self._check_model(other.fingerprint, "the other statistics have")
+        self._check_model(other.fingerprint, "the other statistics belong to one with")
         found = {entry.sites: entry.facts for entry in self.entries}
         groups = {site: entry.sites for entry in self.entries for site in entry.sites}
         for entry in other.entries:
@@ -172,7 +172,7 @@ class Statistics:
         if self.fingerprint != fingerprint:
             raise StatisticsError(
                 f"these statistics belong to a model with hash {self.fingerprint[:12]}, but "
-                f"{whose} {fingerprint[:12]}: the parameters differ"
+                f"{whose} {fingerprint[:12]}: parameters or buffers differ"
             )
 
     def diff(self, other: Statistics) -> tuple[Difference, ...]:

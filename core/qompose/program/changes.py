@@ -213,8 +213,12 @@ class Values:
         for number, (was, place) in enumerate(zip(self._returned, places, strict=True)):
             now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
-            if moved or not (alike or was in nodes):
+            if moved:
                 raise SignatureError(f"output {number} is {now.name}, expected {was}")
+            if not (alike or was in nodes):
+                raise SignatureError(
+                    f"output {number} is now {now.name}, whose dtype or shape differs from {was}'s"
+                )
             if not alike:
                 leaves[place] = nodes[was]
                 yield f"the returned {was}"

@@ -62,10 +62,7 @@ def get_symmetric_quantization_config(
     """
     kit.check_booleans(per_token=per_token)
     if not (per_token or is_dynamic):
-        raise ConfigError(
-            "per_token applies only with is_dynamic=True; static activations always have one "
-            "scale per tensor"
-        )
+        raise ConfigError("per_token=False requires is_dynamic=True; without it, omit per_token")
     return _make(
         is_per_channel=is_per_channel,
         is_qat=is_qat,
