@@ -126,7 +126,7 @@ def _check(found: Calibrated, product: Operands) -> None:
     number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
     points = () if number is None else found.plan.groups[number].points
     if found.readers.get(address_of(constant), 0) > 1 or len(points) > 1:
-        raise NotChanged(f"{product.weight.target} is also read by other operators")
+        raise NotChanged(f"{product.weight.target} is read by other operators or shares scales")
     spec = _spec(found, product)
     if number is None or not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
         raise NotChanged(f"{product.weight.target} is not quantized to integers with an observer")
@@ -162,8 +162,8 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
         raise NotChanged(
-            "the best factors reduce the squared error on held-out calibration data by only "
-            f"{gain:.2f}x; at least {needed}x is required"
+            "without factors, the squared error on held-out calibration data is only "
+            f"{gain:.2f}x that with the best factors; at least {needed}x is required"
         )
     how = who_divides(absorbers.parameters if absorbers else (), found.nodes)
     effect = (

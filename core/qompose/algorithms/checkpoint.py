@@ -96,7 +96,7 @@ class Checkpoint(Algorithm):
         marker = f".{self._layout.needed[0]}"
         found = frozenset(n.removesuffix(marker) for n in self._files if n.endswith(marker))
         if not found:
-            raise CheckpointError(f"{self.path} has no tensor {marker[1:]} of any module")
+            raise CheckpointError(f"{self.path} has no tensor whose name ends in {marker!r}")
         return found
 
     def weight(self, module: str) -> PackedWeight:
@@ -135,8 +135,8 @@ class Checkpoint(Algorithm):
         largest = math.gcd(*(need.group_size for need in needs))
         if group_size is not None and (group_size < 1 or largest % group_size):
             raise CheckpointError(
-                f"group_size={group_size} does not divide the groups of {self.path}, but divisors of "
-                f"{largest} do",
+                f"group_size={group_size} must be a positive divisor of {largest}, the greatest "
+                f"common divisor of the group sizes in {self.path}",
                 chosen,
             )
         plain = all(need.by_row for need in needs) and not has_zero_points
@@ -419,8 +419,8 @@ def _quantization_config(folder: Path) -> Mapping[str, Any]:
             if isinstance(found, Mapping):
                 return found
     raise CheckpointError(
-        f"{folder} has no quantization_config in config.json, and no quantize_config.json, so it is not a "
-        "folder of quantized weights"
+        f"{folder} has no quantization_config in config.json, and neither quantize_config.json nor "
+        "quant_config.json, so it is not a folder of quantized weights"
     )
 
 
@@ -441,7 +441,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         )
         if len(files) != 1:
             raise CheckpointError(
-                f"{folder} has {len(files)} safetensors files and no {_INDEX}; other formats are not read"
+                f"{folder} has {len(files)} safetensors files; expected one, or {_INDEX}"
             )
     found = dict[str, Path]()
     for path in files:

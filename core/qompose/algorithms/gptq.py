@@ -182,8 +182,8 @@ class GPTQ(Algorithm):
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
         if not gain >= _NEEDED:  # NaN neither
             raise NotChanged(
-                f"the squared error on held-out calibration data is reduced by only {gain:.2f}x; "
-                f"at least {_NEEDED}x is required"
+                "rounding to nearest has a squared error on held-out calibration data of only "
+                f"{gain:.2f}x that of GPTQ; at least {_NEEDED}x is required"
             )
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:

@@ -138,12 +138,12 @@ def _gptq_layout(config: Mapping[str, Any]) -> Layout:
 def _awq_layout(config: Mapping[str, Any]) -> Layout:
     version = config.get("version") or config.get("checkpoint_format") or config.get("format")
     if str(version or "gemm").lower() != "gemm":
-        raise _NotReadable(f"its version is {version!r}, not 'gemm'; save it as that")
+        raise _NotReadable(f"its version is {version!r}, not 'gemm'; save it as 'gemm'")
     if config.get("zero_point", True) is not True:
-        raise _NotReadable("it has zero_point=false, which the gemm layout does not define")
+        raise _NotReadable(f"its zero_point is {config['zero_point']!r}, but gemm requires true")
     bits = _bits(config.get("bits", config.get("w_bit")))
     if bits != 4:
-        raise _NotReadable(f"it has {bits} bits, and AWQ's order of fields is known of 4")
+        raise _NotReadable(f"it has {bits} bits; AWQ's order of fields is known only for 4 bits")
     size = _group_size(config.get("group_size", config.get("q_group_size", -1)))
     decode = partial(_decode_awq, size=size)
     return Layout("awq gemm 4-bit", 4, ("qweight", "qzeros", "scales"), (), decode)
@@ -156,9 +156,9 @@ _COMPRESSED_OPTIONAL: Final = ("weight_zero_point", "weight_g_idx")
 def _compressed_layout(config: Mapping[str, Any]) -> Layout:
     _refuse_set(config, "kv_cache_scheme", "sparsity_config", "transform_config")
     groups = list(_mapping(config.get("config_groups"), "config_groups").values())
-    found = {_compressed_bits(_mapping(group, "config_groups"), config) for group in groups}
+    found = {_compressed_bits(_mapping(group, "config_groups entry"), config) for group in groups}
     if len(found) != 1:
-        raise _NotReadable(f"its config_groups have {sorted(found)} bits, and not one number")
+        raise _NotReadable(f"its config_groups differ in bits: {sorted(found)}; all must be equal")
     (bits,) = found
     name, decode = f"compressed-tensors {bits}-bit", partial(_decode_compressed, bits=bits)
     return Layout(name, bits, _COMPRESSED, _COMPRESSED_OPTIONAL, decode)
@@ -171,8 +171,8 @@ def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int
         raise _NotReadable(f"its format is {form!r}, not 'pack-quantized'")
     _refuse_set(group, "input_activations", "output_activations")
     weights = _mapping(group.get("weights"), "weights")
-    if weights.get("type", "int") != "int" or weights.get("dynamic"):
-        raise _NotReadable(f"its weights are of type {weights.get('type')!r}, not 'int'")
+    if (kind := weights.get("type", "int")) != "int" or weights.get("dynamic"):
+        raise _NotReadable(f"weights are {'dynamic' if kind == 'int' else kind}, not static int")
     if weights.get("strategy") not in (None, "tensor", "channel", "group"):
         raise _NotReadable(f"its strategy is {weights['strategy']!r}, not tensor, channel or group")
     return _bits(weights.get("num_bits"))
@@ -180,14 +180,14 @@ def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
-        raise _NotReadable(f"its {name} is {value!r}, not an object with entries")
+        raise _NotReadable(f"its {name} must be a non-empty JSON object, got {value!r}")
     return value
 
 
 def _refuse_set(config: Mapping[str, Any], *names: str) -> None:
     """Refuse what a checkpoint says about more than its weights, or differently of some."""
     if found := [name for name in names if config.get(name)]:
-        raise _NotReadable(f"it has {', '.join(found)}, which packed weights cannot express")
+        raise _NotReadable(f"it sets {', '.join(found)}, which packed weights cannot express")
 
 
 def _bits(value: object) -> int:
@@ -199,7 +199,7 @@ def _bits(value: object) -> int:
 def _group_size(value: object) -> int | None:
     """Return the inputs of a group, None where a row is one."""
     if type(value) is not int or not (value > 0 or value == -1):
-        raise _NotReadable(f"its group_size is {value!r}, not -1 or positive")
+        raise _NotReadable(f"its group_size is {value!r}, not -1 or a positive integer")
     return None if value == -1 else value
 
 
@@ -207,8 +207,8 @@ def _decode_gptq(tensors: Tensors, *, bits: int, size: int | None, less: bool) -
     integers, zeros = _fields(tensors, "qweight", bits, 0), _fields(tensors, "qzeros", bits, 1)
     if less and bool((zeros == 2**bits - 1).any()):
         raise _NotReadable(
-            f"qzeros has fields of {2**bits - 1}, which some runtimes take for the zero point 0 and others "
-            f"for {2**bits}; save it as 'gptq_v2'"
+            f"qzeros has fields equal to {2**bits - 1}, which some runtimes read as zero point 0 "
+            f"and others as {2**bits}; save it as 'gptq_v2'"
         )
     zeros = zeros.long() + int(less)
     return _weight(
@@ -225,7 +225,7 @@ def _decode_compressed(tensors: Tensors, *, bits: int) -> PackedWeight:
     shape = tensors["weight_shape"].flatten().tolist()
     packed = _fields(tensors, "weight_packed", bits, 1)
     if len(shape) != 2 or shape[0] != len(packed) or not 0 <= packed.shape[1] - shape[1] < _WORD:
-        raise _NotReadable(f"weight_shape is {shape}, and weight_packed holds {[*packed.shape]}")
+        raise _NotReadable(f"weight_shape is {shape}, but weight_packed holds {[*packed.shape]}")
     integers, scale = packed[:, : shape[1]], _scales(tensors, "weight_scale")
     scale = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(shape[0], -1)
     zeros = torch.full(scale.shape, 2 ** (bits - 1))
@@ -246,7 +246,7 @@ def _fields(
     words = tensors[name]
     if words.dtype is not torch.int32 or words.dim() != 2:
         raise _NotReadable(
-            f"{name} must be int32 of two dimensions, got {words.dtype} {[*words.shape]}"
+            f"{name} must be a two-dimensional int32 tensor, got {words.dtype} {[*words.shape]}"
         )
     mask = 2**bits - 1
     order = range(_WORD // bits) if places is None else places
@@ -278,8 +278,8 @@ def _weight(
     size = inputs if size is None else size
     if inputs == 0 or inputs % size or scale.shape != (outputs, inputs // size):
         raise _NotReadable(
-            f"scales have the shape {[*scale.shape]} (outputs, groups), and integers {[*integers.shape]} in "
-            f"groups of {size}"
+            f"scales have the shape {[*scale.shape]} (outputs, groups), which does not match "
+            f"integers of shape {[*integers.shape]} in groups of {size}"
         )
     if zeros.shape != scale.shape:
         raise _NotReadable(

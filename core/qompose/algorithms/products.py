@@ -543,7 +543,7 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
     if number in found.integers:
         raise NotChanged("another algorithm has already chosen the integers of its weight")
     if len(found.plan.groups[number].points) > 1:
-        raise NotChanged(f"{product.weight.target} is also read by other operators")
+        raise NotChanged(f"{product.weight.target} is read by other operators or shares scales")
 
 
 def check_own_scales(found: Calibrated, number: int) -> None:
@@ -610,8 +610,8 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     if number is None or q is None or not q.per_tensor or reader.weight is None:
         raise NotChanged(f"the scale of {source} is unknown")
     sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
-    if sample.rows.shape[1] != reader.channels:
-        raise NotChanged(f"the sampled rows of {source} do not have {reader.channels} channels")
+    if (got := sample.rows.shape[1]) != reader.channels:
+        raise NotChanged(f"sampled rows of {source} have {got} channels, not {reader.channels}")
     rows = sample.rows.to(reader.weight.device)
     factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
     if factors is not None and balance is not None and balance.side == INPUT:
@@ -643,6 +643,6 @@ def _sample(observer: Any, dim: int) -> RowSample:
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
         raise NotChanged(
             f"calibration saw {sample.examples} distinct examples of its input; at least "
-            f"{FEWEST_EXAMPLES} are required"
+            f"{FEWEST_EXAMPLES} are required, some to learn from and some to hold out"
         )
     return sample

@@ -306,7 +306,7 @@ def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[
         raise NotChanged("no other range reduces the error")
     if seen.sketches and not gain >= _NEEDED:
         raise NotChanged(
-            f"other ranges reduce the {_HELD_BACK} by only {gain:.2f}x; at least {_NEEDED}x is "
+            f"the {_HELD_BACK} is only {gain:.2f}x that with other ranges; at least {_NEEDED}x is "
             "required"
         )
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))

@@ -136,7 +136,7 @@ class SignRound(Algorithm):
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
                 f"the squared error of {block.name} on held-out calibration data is reduced by "
-                f"only {gain:.2f}x; at least {_NEEDED}x is required"
+                f"only {gain:.4f}x; at least {_NEEDED}x is required"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
@@ -293,7 +293,7 @@ class _Data:
         )
         power = data.summed(lambda batch: data.squares(batch, None, held_back=False))
         if not bool(power.isfinite().all() & (power > 0).all()):
-            raise NotChanged(f"an output of {block.name} is all zeros or has non-finite values")
+            raise NotChanged(f"an output of {block.name} is all zeros, or its squares overflow")
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:
@@ -340,7 +340,7 @@ class _Data:
         part = self._own_gradients(batch, weights) if rank == self.block.rank else None
         found: list[tuple[Tensor, Tensor]] | None = self.block.exchange(part)[rank]
         if found is None:
-            raise NotChanged(f"the outputs of {self.block.name} have non-finite values")
+            raise NotChanged(f"the loss on the outputs of {self.block.name} is not finite")
         return found
 
     def _own_gradients(

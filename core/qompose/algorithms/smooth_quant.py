@@ -135,7 +135,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     if factors is None:
         raise _NotSmoothed(
             "no factors reduce the squared error on held-out calibration data by at least "
-            f"{needed}x, or calibration saw fewer than 32 rows"
+            f"{needed}x, or calibration saw fewer than 32 rows or too few different examples"
         )
     return factors
 
@@ -270,7 +270,7 @@ class _Placing:
         weight = self.nodes[product.weight]
         constant = constant_of(weight)
         if constant is None or self.readers.get(address_of(constant), 0) != 1:
-            raise _NotSmoothed(f"{weight.target} is also read by other operators")
+            raise _NotSmoothed(f"{weight.target} is not a parameter with a single reader")
         source = node.args[0]
         assert isinstance(source, Node)
         if Point(source.name, node.name) not in group.points:

@@ -150,7 +150,7 @@ class Region:
         found = self._nodes.get(self._captures.get(name, ""))
         if found is None:
             names = sorted(name for name, node in self._captures.items() if node in self._nodes)
-            raise self._fault(f"operator {name!r}; the region has {', '.join(names)}")
+            raise self._fault(f"operator {name!r}; the region has {', '.join(names) or 'none'}")
         return found
 
     @property
@@ -191,7 +191,7 @@ class Region:
         if role != "output":
             return self.quantized_inputs(role)[0]
         if self.output is None:
-            raise NotLowerable("its output is not quantized, or has several scales")
+            raise NotLowerable("its output is read in float, or has several scales")
         return self.output
 
     def qparams(self, role: str) -> tuple[Any, ...]:

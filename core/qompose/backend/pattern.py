@@ -60,7 +60,7 @@ class Match:
         wrong = self.names and name not in self.names and name not in self.captures
         if wrong and name:  # a role that a rule does not have is ""
             raise ConfigError(
-                f"no pattern of this rule has the name {name!r}{near_names(name, self.names)}. "
+                f"no pattern of this rule defines the name {name!r}{near_names(name, self.names)}. "
                 f"Names: {', '.join(sorted(self.names))}"
             )
         return self.captures.get(name)
@@ -83,7 +83,7 @@ class Match:
         """
         node = self.node(name)
         if node is None or node not in self.nodes:
-            raise ConfigError(f"this match has no operator {name!r}. Names: {[*self.captures]}")
+            raise ConfigError(f"{name!r} is no operator of this match. Names: {[*self.captures]}")
         known = arguments_of(node)
         if argument not in known:
             raise ConfigError(f"{node.name} has no argument {argument!r}. Arguments: {[*known]}")
@@ -445,8 +445,8 @@ def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
     for name, target in pattern.operators:
         if not calls[target]:
             raise ConfigError(
-                f"pattern {pattern.function.__qualname__} has no call to {target} for the operator "
-                f"name {name!r}. It calls {called or 'no operator'}"
+                f"pattern {pattern.function.__qualname__} has no call to {target} left for the "
+                f"operator name {name!r}. It calls {called or 'no operator'}"
             )
         named[name] = calls[target].pop(0)
     return named

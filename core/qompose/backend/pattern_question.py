@@ -174,7 +174,7 @@ def _part(item: object) -> Part:
     if not callable(item) or isinstance(item, type):
         raise ConfigError(
             "pattern must be the name or drawing of a rule, or a torch operator, function or "
-            f"module, got {item!r}"
+            f"module type, got {item!r}"
         )
     return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
 

@@ -259,9 +259,9 @@ class Statistics:
             )
         if lacking and not partial:
             raise StatisticsError(
-                "these statistics lack data that observers require:\n"
+                "these statistics lack data that observers or algorithms require:\n"
                 + "\n".join(f"  - {line}" for line in lacking)
-                + "\nCalibrate with data, or pass partial=True to leave those observers unchanged."
+                + "\nCalibrate with data, or skip these with Statistics.apply(model, partial=True)."
             )
         for observer, facts in found:
             _take(observer, facts)

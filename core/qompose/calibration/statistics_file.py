@@ -241,7 +241,7 @@ def range_of(low: Any, high: Any) -> tuple[float, float]:
     ends = torch.tensor([float(low), float(high)], dtype=torch.float32)
     if not bool(torch.isfinite(ends).all() & (ends[0] < ends[1])):
         raise StatisticsError(
-            f"a range must be two finite numbers in increasing order, got [{low}, {high}]"
+            f"a range must be two numbers, finite and increasing in float32, got [{low}, {high}]"
         )
     return float(low), float(high)
 
@@ -273,7 +273,7 @@ def _check_channels(seen: Channels) -> None:
         raise ValueError("channel ranges are invalid")
     if seen.histograms is not None:
         if seen.histograms.exponents.shape != seen.low.shape:
-            raise ValueError("every channel histogram must have a range and an exponent")
+            raise ValueError("channel histograms must have one exponent for each channel range")
         seen.histograms.low, seen.histograms.high = seen.low, seen.high
 
 
@@ -312,7 +312,7 @@ def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
         raise ValueError("a histogram must have distinct integer bins and integer counts")
     if abs(exponent) > _FARTHEST:
-        raise ValueError(f"the exponent of a histogram is out of range: {exponent}")
+        raise ValueError(f"a histogram exponent must be within +/-{_FARTHEST}, got {exponent}")
     found = Histogram()
     found.counts[bins.long()] = counts.long()
     found.exponent = exponent

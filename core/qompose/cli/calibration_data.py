@@ -322,10 +322,10 @@ def _cut(
     lengths = {name: len(value) if value.dim() else None for name, value in samples.items()}
     count = next(iter(lengths.values()), None)
     if count is None or set(lengths.values()) != {count}:
-        listed = ", ".join(f"{name} {length or 'none'}" for name, length in lengths.items())
+        listed = ", ".join(f"{name} {'none' if n is None else n}" for name, n in lengths.items())
         raise CalibrationError(
-            f"{path}: inputs must have the same number of samples, got {listed}. Use a list of "
-            "batches for inputs without samples"
+            f"{path}: inputs must have the same number of samples in dimension 0, got {listed}. "
+            "Use a list of batches for inputs without that dimension"
         )
     size = batch_size or inputs.tensors[0].example_batch
     if count == 0 or not _is_taken(min(count, size), inputs):

@@ -114,7 +114,7 @@ def _check_files(options: Namespace, output: Path) -> None:
         check_place(path, read)
     check_page(options.html, read)
     if options.lowered and destination(options.lowered) == destination(output):
-        raise UserError(f"--output and --lowered name the same file, {output}")
+        raise UserError(f"the output and --lowered are the same file, {output}")
     if options.html and destination(options.html) in map(destination, [output, *_lowered(options)]):
         raise UserError(f"--html and another option name the same file, {options.html}")
     if options.lowered and options.target == "torch":

@@ -469,7 +469,7 @@ class QParamsSolver:
         q = self._algorithms.choose_qparams(self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(
-                f"the observer of {self.describe(number)} is invalid: it {problem}"
+                f"{self.describe(number)} has invalid quantization parameters: it {problem}"
             )
         return q
 

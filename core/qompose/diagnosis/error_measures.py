@@ -234,7 +234,7 @@ def _add_error(cost: Cost, outputs: Any, floats: Any) -> None:
         if isinstance(reference, Tensor) and reference.is_floating_point()
     ]
     if not found:
-        raise UserError("the program returns no float tensors to compare; pass metric=")
+        raise UserError("no float output to compare; pass metric= to sensitivity, ranking= to tune")
     for number, value, reference in found:
         noise, signal = _powers(value, reference)
         cost.noise[number] += noise

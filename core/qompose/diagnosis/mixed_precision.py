@@ -130,8 +130,8 @@ class MixedSearch:
     def _check_sites(self) -> None:
         if not self.sites:
             raise UserError(
-                "there is nothing to tune: no quantizer with selectors quantizes an operator with "
-                "parameters" + "".join(f"\n  - {note}" for note in self.notes)
+                "nothing to tune: no operator with parameters outside control flow is quantized "
+                "by a quantizer with selectors" + "".join(f"\n  - {note}" for note in self.notes)
             )
 
     def _adjustable(self) -> Iterator[tuple[str, SiteCost]]:
@@ -393,7 +393,7 @@ class MixedSearch:
             what = f"at most {self.max_bytes:,} bytes"
             which = f"the smallest one has {best.bytes:,} bytes"
         raise TuningError(
-            f"no assignment of the choices is {what}; {which} ({named_choices(best.assigned)})"
+            f"no trial kept its choices and was {what}; {which} ({named_choices(best.assigned)})"
             + "".join(f"\n  - {note}" for note in dict.fromkeys(self.notes)),
             self._tuning(best),
         )

@@ -290,7 +290,7 @@ class Evaluator:
             owner = plan.claims[left[land[0]] or 0].owner
             raise CannotExclude(
                 name,
-                f"{land[0]} is quantized by {owner}, and no selector of {owner} reaches it",
+                f"{land[0]} is quantized by {owner}, and no selector of {owner} leaves it in float",
             )
         anchors = {plan.claims[left[operator] or 0].anchor for operator in new}
         asked.append(next((operator for operator in new if operator in anchors), new[0]))

@@ -143,7 +143,7 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
         return None if source is None else side_of(source, "converted model").graph
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
-        what = f"a {side.stage} model" if side.stage != OUTPUTS else "a callable"
+        what = f"a model of stage {side.stage!r}" if side.stage != OUTPUTS else "a callable"
         raise StageError(f"converted= must be the model that convert_pt2e returned, got {what}")
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
@@ -347,7 +347,7 @@ class OutputTable:
         wanted, found = (whole(*args, **kwargs) for whole in self._whole)
         if [v.shape for v in wanted] != [v.shape for v in found]:
             shapes = " and ".join(str([list(v.shape) for v in part]) for part in (wanted, found))
-            raise CalibrationError(f"the float outputs of the programs differ in shape: {shapes}")
+            raise CalibrationError(f"numbers or shapes of float outputs differ: {shapes}")
         if not wanted:
             raise UserError("the programs return no float tensors to compare")
         self._tallies = self._tallies or [Tally(None) for _ in wanted]

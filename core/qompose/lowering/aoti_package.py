@@ -248,7 +248,7 @@ def _check_reads(part: Part) -> None:
 
 
 def _check_outputs(program: ExportedProgram) -> None:
-    results = program.graph.output_node().args[0]
+    results = program.graph_signature.user_outputs  # the graph also returns what it mutates
     missing = [number for number, value in enumerate(results) if value is None]
     if missing:  # torch 2.13 stops at an assertion
         raise CompilationError(
@@ -274,10 +274,10 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
     if left:
         listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_line(n, record) for n in left))
         raise CompilationError(
-            "A package cannot contain operators from outside torch:\n"
+            "A package cannot contain these operators from outside torch:\n"
             f"{listed}\n"
-            'Use mode="default" to compile for this process, or leave these operators in '
-            "float."
+            'Use mode="default" to compile for this process. Operators listed with a rule can be '
+            "left in float instead."
         )
 
 

@@ -183,8 +183,8 @@ def compile_lowered(
             record = _lowered_record(method)
     if ONLY in methods and record.methods and record.state:
         raise UserError(
-            "this method writes to state that is shared by the methods "
-            f"{', '.join(record.methods)}; compile them together by passing the whole result "
+            "this model is a method of a program with mutable state; compile its methods ("
+            f"{', '.join(record.methods)}) together by passing the whole result "
             "of lower to compile_lowered"
         )
     state = _own_state(methods)
@@ -311,7 +311,7 @@ def _destination(mode: str, path: object) -> Path | None:
     if file.suffix != SUFFIX:
         raise UserError(f"path must end in {SUFFIX}, got {file}")
     if not destination(file).parent.is_dir():
-        raise UserError(f"{file} cannot be written: directory {file.parent} does not exist")
+        raise UserError(f"{file} cannot be written: {destination(file).parent} is not a directory")
     return file
 
 

@@ -481,8 +481,8 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
         )
     if target.finish_methods is None:
         raise TargetError(
-            f"A program for the target {target.name!r} can only have one method, got "
-            f"{len(steps)} ({', '.join(steps)}). Lower each method separately."
+            f"The target {target.name!r} does not support programs with named methods, got "
+            f"{', '.join(steps)}. Lower each model separately, without a dict."
         )
     program, parts = target.finish_methods(
         {name: (step.model, call_signature(step.model)) for name, step in steps.items()}

@@ -432,8 +432,8 @@ def _write_spec(spec: Any, path: str) -> Any:
     codec = _SPECS.get(type(spec))
     if codec is None:
         raise ConfigError(
-            f"{path} is a {type(spec).__name__}, which cannot be saved because it refers to "
-            "nodes of one graph. Use a QuantizationSpec or a FixedQParamsQuantizationSpec"
+            f"{path} must be a QuantizationSpec or FixedQParamsQuantizationSpec to be saved, got a "
+            f"{type(spec).__name__}"
         )
     return codec.write(spec, path)
 
@@ -477,7 +477,7 @@ def _options_of(kind: type, path: str) -> Codec:
     """Return the codec of an algorithm's options, which are the fields of its dataclass."""
     if not is_dataclass(kind):
         raise ConfigError(
-            f"{path}: {kind.__name__} is not a dataclass, so its options cannot be saved"
+            f"{path}: {kind.__name__} is not a dataclass, so its options cannot be saved or read"
         )
     try:
         return of_type(kind, {torch.dtype: DTYPE})

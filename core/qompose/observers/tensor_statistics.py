@@ -88,7 +88,7 @@ class Facts:
                 )
         if self.set_range != other.set_range:
             raise StatisticsError(
-                f"the ranges were set to different values: {self.set_range} and {other.set_range}"
+                f"the set ranges differ (None: not set): {self.set_range} and {other.set_range}"
             )
         both: dict[str, Any] = {
             f.name: _merge_one(f.name, getattr(self, f.name), getattr(other, f.name))

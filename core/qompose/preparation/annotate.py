@@ -391,7 +391,7 @@ def _keeping_signature(label: str) -> Iterator[None]:
     except SignatureError as error:
         raise UserError(
             f"{label}: {TRANSFORM} changed the inputs, state or outputs of the program: "
-            f"{error}. It may only rewrite operators between inputs and outputs."
+            f"{error}. {TRANSFORM} may only rewrite operators between inputs and outputs."
         ) from error
 
 

@@ -168,7 +168,7 @@ def check_limit(limit: object) -> None:
     if limit is None:
         return
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise UserError(f"limit must be a positive number of batches, got {limit!r}")
+        raise UserError(f"limit must be a positive integer (a number of batches), got {limit!r}")
 
 
 def run_batch(
@@ -204,7 +204,7 @@ def run_batch(
         )
         raise BatchError(
             number,
-            f"does not fit the model: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
+            f"cannot be run: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
             what,
         ) from error
 
@@ -236,8 +236,8 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     raise CalibrationError(
-        f"expected a tensor, tuple, list or dict, got {type(batch).__name__}; convert it with "
-        "transform="
+        f"expected a tensor, tuple, list or dict, got {type(batch).__name__}; pass a transform= "
+        "that returns one of these"
     )
 
 

@@ -116,7 +116,7 @@ class _Table:
         if anchor is None:
             raise ConfigError(
                 f"{self.owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an "
-                f"operator of the pattern matched at {match.output.name}. Operators: "
+                f"operator of the pattern matched at {match.output.name}. Names: "
                 f"{', '.join(match.captures)}"
             )
         selection = self.selectors.select(anchor)

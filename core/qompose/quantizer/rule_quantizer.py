@@ -391,7 +391,7 @@ def _operators(written: object) -> Kind:
     listed = written if isinstance(written, list) else [written]
     names = [name for name in listed if isinstance(name, str)]
     if not names or len(names) < len(listed):
-        raise SelectorError(f"{_OPERATOR} must be a name or a list of names, got {written!r}")
+        raise SelectorError(f"operator must be a name or non-empty list of names, got {written!r}")
     unknown = [name for name in names if not _operator(name)]
     if unknown:
         raise SelectorError(
@@ -526,7 +526,7 @@ def _setting_from_data(entry: Any, named: Named, owner: str) -> Setting:
 def _which_kind(entry: Mapping[str, Any]) -> tuple[str]:
     given = [key for key in _KINDS if key in entry]
     if len(given) != 1:
-        raise ConfigError(f"expected exactly one of the keys {' and '.join(map(repr, _KINDS))}")
+        raise ConfigError(f"expected one key of {[*_KINDS]}, got {given or 'none'}")
     return (given[0],)
 
 

@@ -69,14 +69,14 @@ def _called(setting: Setting, program: Program) -> Iterable[Node]:
     call: Call = setting.key
     if call.module and call.module not in program.inside:
         raise SelectorError(
-            f"set_module_name_object_type_order({call.module!r}, ...): the exported program "
+            f"call {call.index} of {call.kind.label} in {call.module!r}: the exported program "
             f"has no operators in that module{program.hint(call.module)}"
         )
     calls = calls_of(call, program.inside.get(call.module, ()))
     if call.index >= len(calls):
         made = ", ".join(nodes[0].name for nodes in calls) or "none"
         raise SelectorError(
-            f"set_module_name_object_type_order: index {call.index} is out of range. Calls "
+            f"call index {call.index} is out of range. Calls "
             f"of {call.kind.label} directly in {call.module or 'the model'}: {made}. Indices start "
             "at 0. Calls in submodules do not count; to select one of them, pass the path of "
             "its submodule instead."

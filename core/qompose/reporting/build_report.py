@@ -207,7 +207,7 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
         return
     raise NotLoweredError(
         f"{part:.1%} of all {what} run in kernels that read integers, expected at least "
-        f"{min_fraction:.1%}:\n{_listed(behind or [*found.rows])}"
+        f"{min_fraction:.1%}{' of operators' * (part == 1)}:\n{_listed(behind or [*found.rows])}"
     )
 
 

@@ -305,7 +305,7 @@ class Report(Printable):
         if owner is not None and owners and owner not in owners.union(self.idle_owners):
             raise UserError(
                 f"unknown owner {owner!r}{near_names(str(owner), owners)}. Owners: "
-                f"{', '.join(sorted(owners))}"
+                f"{', '.join(sorted(owners.union(self.idle_owners)))}"
             )
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
 
@@ -319,7 +319,7 @@ class Report(Printable):
         known = {row.operator for row in self.rows}
         if operator is not None and operator not in known:
             raise UserError(
-                f"{operator!r} does not occur in the model{near_names(str(operator), known)}"
+                f"the report has no operator {operator!r}{near_names(str(operator), known)}"
             )
         rows = [row for row in self.rows if operator in (None, row.operator)]
         total = sum(row.macs for row in rows)

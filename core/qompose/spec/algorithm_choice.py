@@ -130,7 +130,7 @@ def _check(choice: object, word: object, mode: str, weight: Any) -> None:
             hint = near_names(word, known)
             raise ConfigError(f"unknown algorithm {word!r}{hint}. Known: {', '.join(known)}")
     if weight is None:
-        raise ConfigError(f"{word} changes weights, but this configuration leaves them in float")
+        raise ConfigError(f"{word} requires quantized weights, but this configuration has none")
     reason = _MODES.get(word, {}).get(mode)
     if reason is not None:
         raise ConfigError(
@@ -162,8 +162,8 @@ def algorithm_class(word: object, path: str) -> type:
     if word not in points:
         hint = near_names(str(word), (SMOOTH_QUANT, *points))
         raise ConfigError(
-            f"{path}: no installed package provides the algorithm {word!r}{hint}, "
-            "so its options cannot be read. Install the package that provides it"
+            f"{path}: no installed package provides the algorithm {word!r}{hint}, so its options "
+            f"cannot be saved or read. Install one with its entry point in {ALGORITHM_GROUP!r}"
         )
     try:
         found = points[str(word)].load()

@@ -344,7 +344,7 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if not sizes or any(type(n) is not int or (n < 1 and n != -1) for n in sizes):
         raise ConfigError(
-            "block_size must be a tuple of positive sizes (or -1 for a whole dimension), got "
+            "block_size must be a non-empty tuple of positive integers (-1: whole dimension), got "
             f"{block_size!r}"
         )
     if qscheme not in PER_CHANNEL:
@@ -373,7 +373,7 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
     if spec.block_size is None or set(spec.block_size) != {-1}:
         raise ConfigError(
             "dynamic quantization must be per tensor or use block_size=(-1,) (per token) or "
-            "(-1, -1, -1) (per image)"
+            f"(-1, -1, -1) (per image), got {spec.qscheme} with block_size={spec.block_size}"
         )
     if (spec.dtype, low, high) != (torch.int8, -128, 127):
         raise ConfigError(
@@ -397,8 +397,8 @@ def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int,
     if dtype not in (*INTEGERS, *FLOAT8):
         names = ", ".join(str(_short(integer)) for integer in INTEGERS)
         raise ConfigError(
-            f"dtype must be one of {names}, got {dtype}; for fewer bits, use int8 with "
-            "quant_min and quant_max"
+            f"dtype {dtype} is not supported; integer dtypes are {names}. For fewer bits, use "
+            "int8 with quant_min and quant_max"
         )
     return quantized_range(dtype, low, high)
 

@@ -109,7 +109,8 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         converted = _sharing(converted)
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
-        raise UserError(f"save expects one target for all methods, or none; got {sorted(targets)}")
+        got = ", ".join(sorted(target or "none" for target in targets))
+        raise UserError(f"save expects one target for all methods, or none; got {got}")
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)

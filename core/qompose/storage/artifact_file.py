@@ -389,5 +389,5 @@ def _unpacked(block: Tensor, data: Any) -> Tensor:
         raise ValueError(f"unknown packing {packing}")
     count = torch.Size(packing.shape).numel()
     if (block.dtype, tuple(block.shape)) != (torch.uint8, (field_bytes(count, bits),)):
-        raise ValueError(f"a packed block has the wrong size for {count} values")
+        raise ValueError(f"{block.dtype} {[*block.shape]} does not fit {count} {bits}-bit values")
     return unpack_fields(block, count, low, bits, dtype).reshape(packing.shape)

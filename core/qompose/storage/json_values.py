@@ -120,7 +120,7 @@ def encode_tree(spec: pytree.TreeSpec) -> str:
         if decode_tree(text) != spec:
             raise ValueError(f"{spec} does not survive a round trip")
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise NotStorable(f"arguments or results that torch cannot serialize: {error}") from error
+        raise NotStorable(f"arguments or results that a file cannot hold: {error}") from error
     return text
 
 
@@ -256,7 +256,7 @@ class _Builder:
 
     def _small(self, number: Expression) -> Expression:
         if number.is_Rational and max(abs(number.p), number.q).bit_length() > _BITS:
-            raise ValueError(f"invalid size {self._text[:80]!r}: it has more than {_BITS} bits")
+            raise ValueError(f"invalid size {self._text[:80]!r}: a part exceeds {_BITS} bits")
         return number
 
     def _check_exponent(self, exponent: Expression) -> None:

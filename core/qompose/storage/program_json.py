@@ -172,7 +172,7 @@ class ProgramWriter:
         if isinstance(value, Symbolic):
             return {"symbolic": self._symbols.encode(value)}
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise NotStorable(f"a non-strided example value of type {type(value).__qualname__}")
+            raise NotStorable(f"an example value of kind {getattr(value, 'layout', type(value))}")
         parts = (value.dtype, value.device, list(value.shape), list(value.stride()))
         encoded = [encode(part, self._encode_example) for part in parts]
         return {"tensor": [*encoded, value.requires_grad]}
@@ -482,7 +482,7 @@ def decode_record(
     """
     record: Record = read_fields(data, Record, _FACTS, "record")
     if record.stage not in stages:
-        raise ValueError(f"its plan is not for a {' or '.join(stages)} model")
+        raise ValueError(f"its plan is for stage {record.stage!r}, expected {' or '.join(stages)}")
     _check_references(record)
     return record
 

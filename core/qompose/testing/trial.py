@@ -357,7 +357,7 @@ def _export(model: Model, inputs: Inputs, *, any_batch: bool) -> ExportedProgram
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise NotApplicable(
-            f"torch.export specializes the batch size of the example: {first_line}"
+            f"torch.export fails on the example with a dynamic batch size: {first_line}"
         ) from error
 
 

@@ -100,9 +100,9 @@ def _length(bags: Bags) -> int:
     if isinstance(length, int):
         return length
     raise NotLowerable(
-        "the target has no embedding bag operator. Bags of equal length are lowered to a "
-        "lookup and a reduction if their offsets are torch.arange(0, number of indices, length), "
-        "as they are for 2-D indices"
+        "the target has no embedding bag operator. Bags of one fixed length are lowered to a "
+        "lookup and a reduction if their offsets are torch.arange(0, end, length), as they are for "
+        "2-D indices; end is the number of indices, plus 1 with include_last_offset=True"
     )
 
 

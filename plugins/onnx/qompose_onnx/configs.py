@@ -88,8 +88,8 @@ def _config(
         given = [f"activation={activation!r}"] if activation != "uint8" else []
         given += ["symmetric_activations=True"] if symmetric_activations else []
         raise ConfigError(
-            f"{' with '.join(given)} requires static quantization: DynamicQuantizeLinear "
-            "computes affine uint8, and weight_only=True leaves activations in float"
+            f"{'tensorrt=True' if TENSORRT in config.options else ' with '.join(given)} requires "
+            "static quantization: without it, activations are affine uint8 or stay in float"
         )
     if options.get("per_token"):
         raise ConfigError(

@@ -130,14 +130,14 @@ def _check_operators(program: ExportedProgram) -> None:
         target: Any = node.target
         if getattr(target, "namespace", "") in OWN and target not in TRANSLATIONS:
             raise ONNXTargetError(
-                f"{_place(node)} cannot be expressed with ONNX's QuantizeLinear and "
-                "DequantizeLinear, which support one scale per tensor, per channel, or per "
-                "block of a weight. Choose such a configuration, or None to keep it in float"
+                f"{_place(node)} cannot be expressed in ONNX, which supports scales per tensor, "
+                "per channel or per block of a weight, and at run time only per tensor of "
+                "asymmetric uint8. Choose such a configuration, or None to keep it in float"
             )
         if node.target is quantized.choose_qparams.tensor and (node.args[1:3] != (0, 255)):
             raise ONNXTargetError(
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
-                f"{list(node.args[1:3])}. Choose a dynamic configuration with uint8 activations"
+                f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
 
 

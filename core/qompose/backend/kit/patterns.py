@@ -317,7 +317,7 @@ def binary(name: str, *, after: Sequence[Step] = ()) -> tuple[Pattern | Operator
         ConfigError: there is no such function.
     """
     if name not in BINARY:
-        raise ConfigError(f"unknown function {name!r}{near_names(name, BINARY)}")
+        raise ConfigError(f"expected {', '.join(BINARY)}, got {name!r}{near_names(name, BINARY)}")
     if not after:
         return (OperatorPattern(tuple(target for _, target in BINARY[name])),)
     found = []

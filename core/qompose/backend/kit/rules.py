@@ -306,7 +306,7 @@ def pool_rule(
         ConfigError: there is no such pool, or a field is wrong.
     """
     if name not in POOLS:
-        raise ConfigError(f"unknown pool {name!r}{near_names(name, POOLS)}")
+        raise ConfigError(f"unknown pool {name!r}{near_names(name, POOLS)}. Known: {[*POOLS]}")
     pool = POOLS[name]
     ranked = () if pool.rank is None else (guards.rank("self", pool.rank),)
     return unary_rule(

@@ -50,8 +50,8 @@ def adapt(quantizer: Any) -> Quantizer:
         elif isinstance(quantizer, (str, list, tuple)):
             remedy = "; create one from names and members with qompose.compose"
         raise UserError(
-            f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which has no annotate and "
-            f"validate methods{remedy}"
+            f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which lacks "
+            f"annotate() or validate(){remedy}"
         )
     return AdaptedQuantizer(quantizer)
 

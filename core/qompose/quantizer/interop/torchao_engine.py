@@ -199,7 +199,7 @@ def _check_operators(claims: Sequence[Claim]) -> None:
             kind: Any = spec.spec
             blocks = getattr(kind, "block_size", None) is not None
             if blocks or getattr(kind, "dtype", None) is torch.bfloat16:
-                remedy = "block_size" if blocks else "bfloat16"
+                remedy = "block_size (group_size, per_token)" if blocks else "bfloat16"
                 raise ConfigError(
                     f"{spec.point} ({claim.owner}, rule {claim.rule}) is "
                     f"{describe_spec(kind)}, which only qompose's own engine supports. Call "

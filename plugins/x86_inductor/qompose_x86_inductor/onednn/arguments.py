@@ -271,7 +271,7 @@ def _check_images(operator: str, x: Tensor, weight: Tensor, geometry: Geometry) 
         raise ValueError(f"{given}: images and weights must have rank 4")
     groups, channels = geometry.groups, weight.shape[1] * geometry.groups
     if groups < 1 or weight.shape[0] % groups or statically_known_true(x.shape[1] != channels):
-        expected = "(N, in, H, W) and (out, in / groups, h, w)"
+        expected = "(N, in, H, W) and (out, in / groups, h, w), where groups divides out"
         raise ValueError(f"{given} in {groups} group(s): expected {expected}")
     sizes = zip(x.shape[2:], weight.shape[2:], *geometry[1:3], strict=True)
     if any(statically_known_true(size + 2 * p < d * (k - 1) + 1) for size, k, p, d in sizes):

@@ -122,10 +122,10 @@ def _check_first_runs(interfaces: Mapping[str, Interface]) -> None:
     for name, interface in interfaces.items():
         if interface.largest_first and interface.writes:
             raise ExecutorchTargetError(
-                f"method {name!r} has mean operators, dynamic sizes and state "
+                f"method {name!r} has means or average pools, dynamic sizes and state "
                 f"({', '.join(interface.writes)}). XNNPACK requires a first run with the "
                 "largest sizes, which would write to the state. Export the method with fixed "
-                "sizes, or leave the mean operators in float"
+                "sizes, or pass the state in and out as arguments and results"
             )
 
 
