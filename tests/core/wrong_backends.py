@@ -394,7 +394,7 @@ WRONG = {
         "trains", sound(LINEAR, configs={"static": replace(STATIC, input_activation=IDLE)}), "40 dB"
     ),
     "gradients that are no numbers": fails("trains", static(moving("flip", ROOT)), "finite"),
-    "an example of too many shapes": fails("annotates", static(TWO_SHAPES), "2 shapes"),
+    "an example of too many shapes": fails("annotates", static(TWO_SHAPES), "has 2 shape"),
     "an availability that is no text": fails(
         "says_availability", sound(LINEAR, configs=ONE, availability=lambda: False), "False"
     ),
