@@ -195,7 +195,7 @@ def test_example_inputs_have_the_forms_of_a_batch(
         pytest.param(None, None, "example_inputs", id="none"),
         pytest.param(3, None, "tuple", id="number"),
         pytest.param({"x": X}, {"x": X}, "both.*: x", id="twice"),
-        pytest.param({"y": X}, None, r"Masked.*'x'.*\(dict,\)", id="not a keyword of it"),
+        pytest.param({"y": X}, None, r"Masked.*'x'.*wrap it in a tuple", id="not a keyword of it"),
         pytest.param((X, MASK, 1.0, X), None, "Masked", id="too many"),
     ],
 )
