@@ -130,6 +130,14 @@ BENCHMARKS = (
         ("--engines", "float", "--threads", "1", "--seconds", "0.1"),
     ),
     Benchmark(
+        "larger_than_memory",
+        "How much memory and time does quantizing a checkpoint on disk take, compared with torchao?",
+        ("qompose", "torch", "torchao", "transformers"),
+        ("--size", "0.2B", "--engines", "ours"),
+        options=("{out}/checkpoint",),
+        figures=False,
+    ),
+    Benchmark(
         "xnnpack_runtime",
         "How fast, small and accurate are programs for ExecuTorch's XNNPACK?",
         (*_ENGINES, "transformers"),

@@ -45,6 +45,8 @@ def page() -> str:
         "",
         "## Speed",
         _tally(found),
+        "Decoders and checkpoints on disk, beside peers: [decoders](../benchmarks/results/decoders.md).",
+        "",
         "## Accuracy",
         "",
         " and ".join(f"[{Path(name).stem}](../benchmarks/results/{name})" for name in ACCURACY)
