@@ -306,8 +306,8 @@ def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[
         raise NotChanged("no other range reduces the error")
     if seen.sketches and not gain >= _NEEDED:
         raise NotChanged(
-            f"the {_HELD_BACK} is only {gain:.2f}x that with other ranges; at least {_NEEDED}x is "
-            "required"
+            f"with the min/max range, the {_HELD_BACK} is only {gain:.2f}x that with the best "
+            f"range found; at least {_NEEDED}x is required"
         )
     scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
     return replace(q, scale=scale, zero_point=zero_point), gain

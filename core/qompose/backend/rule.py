@@ -97,7 +97,7 @@ class TensorConstraint:
             object.__setattr__(self, "quant_range", tuple(self.quant_range))
         faults = [*_wrong_numbers(self), *_crossed(self)]
         if faults:
-            raise ConfigError(f"this constraint can never be satisfied: {'; '.join(faults)}")
+            raise ConfigError(f"invalid TensorConstraint: {'; '.join(faults)}")
 
     @classmethod
     def like(cls, spec: QuantizationSpec) -> TensorConstraint:
