@@ -181,7 +181,7 @@ def test_gaps_between_numbers_do_not_matter_and_nothing_is_written_to(name: str)
     [
         ("linear", 0, torch.ones(2, 8), "float32"), ("linear", 4, torch.ones(4), r"\(4,\)"),
         ("linear", 8, torch.float32, "out_scale"), ("linear", 8, torch.int32, "int32"),
-        ("linear_add", 6, torch.ones(5), r"\(5,\)"),
+        ("linear_add", 6, torch.ones(5), r"\[5\]"),
         ("linear_add", 6, torch.ones(2, 3, 5, dtype=torch.int8), "int8"),
         ("linear_add", 10, "gelu", "'gelu'"), ("conv2d", 13, "tanh", "'tanh'"),
         ("mean", 0, torch.ones(2, 4), "float32"), ("mul", 0, torch.ones(2, 1), "float32"),
