@@ -189,7 +189,7 @@ def test_both_names_of_what_is_tied_may_be_there(folder: Path, tmp_path: Path) -
 ODD = st.sampled_from([0.0, -0.0, 1e-30, -3e38, 3e38, float("inf"), -float("inf"), 1e4, -7.5])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=10)  # each takes a second
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     odd=st.lists(st.tuples(st.integers(0, 16 * 96 - 1), ODD), max_size=6),
