@@ -15,6 +15,7 @@ from .interface import (
     CallArgument as CallArgument,
     CallInterface as CallInterface,
     CallSignature as CallSignature,
+    CallSize as CallSize,
     Finished as Finished,
     LateOperators as LateOperators,
     RuleUse as RuleUse,

@@ -17,6 +17,7 @@ from qompose.files import draft_of as draft_of  # public here
 from qompose.program.call_interface import (  # public here
     CallArgument as CallArgument,
     CallInterface as CallInterface,
+    CallSize as CallSize,
 )
 from qompose.program.call_signature import CallSignature as CallSignature  # public here
 from qompose.program.meta import (  # public here

@@ -21,7 +21,7 @@ _NUMBERS = ("int", "float")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class CallSize:
     """A dimension from `low` to `high`, where None is no bound.
 
     Sizes of one `symbol` are equal; "" is a fixed one.
@@ -54,7 +54,7 @@ class CallArgument:
 
     name: str = ""
     dtype: str = ""
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[CallSize, ...] = ()
     value: Any = None
 
     def __str__(self) -> str:
@@ -224,14 +224,14 @@ def _argument(name: str, value: Any, ranges: Mapping[Any, Any]) -> CallArgument:
     return CallArgument(name=name, dtype=str(value.dtype).removeprefix("torch."), sizes=sizes)
 
 
-def _size(size: Any, ranges: Mapping[Any, Any]) -> Size:
+def _size(size: Any, ranges: Mapping[Any, Any]) -> CallSize:
     if isinstance(size, int):
-        return Size(low=size, high=size)
+        return CallSize(low=size, high=size)
     expression = size.node.expr
     bounds = {symbol: ranges.get(symbol) for symbol in expression.free_symbols}
     low, high = (_bound(expression, bounds, end) for end in ("lower", "upper"))
     # Export treats 0 and 1 specially and starts at 2 unless more was declared.
-    return Size(low=0 if low is None or low <= 2 else low, high=high, symbol=str(expression))
+    return CallSize(low=0 if low is None or low <= 2 else low, high=high, symbol=str(expression))
 
 
 def _bound(expression: Any, bounds: Mapping[Any, Any], end: str) -> int | None:
@@ -258,7 +258,7 @@ def _drawn(spec: pytree.TreeSpec) -> str:
 
 
 def _read_argument(data: Mapping[str, Any]) -> CallArgument:
-    return CallArgument(**{**data, "sizes": tuple(Size(**size) for size in data["sizes"])})
+    return CallArgument(**{**data, "sizes": tuple(CallSize(**size) for size in data["sizes"])})
 
 
 def _dumped(spec: pytree.TreeSpec | None) -> str:
