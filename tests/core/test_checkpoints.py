@@ -339,7 +339,13 @@ def _two_files(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("spoil", [_cut_off, _no_checkpoint, _no_index, _two_files])
+def _index_of_another_folder(folder: Path) -> None:
+    (folder / disk.INDEX).write_text('{"weight_map": {"a": "../model.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    "spoil", [_cut_off, _no_checkpoint, _no_index, _index_of_another_folder, _two_files]
+)
 def test_what_is_no_checkpoint_is_refused(
     spoil: Callable[[Path], Path], folder: Path, tmp_path: Path
 ) -> None:

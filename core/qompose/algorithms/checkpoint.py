@@ -33,12 +33,13 @@ from qompose.algorithms.products import (
     weight_group,
 )
 from qompose.errors import CheckpointError
+from qompose.program.disk import INDEX, files_of
 from qompose.program.graph import constant_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import SYMMETRIC
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 _CONFIGS: Final = (
     ("config.json", None),
     ("quantize_config.json", "gptq"),
@@ -426,23 +427,11 @@ def _quantization_config(folder: Path) -> Mapping[str, Any]:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, by name."""
-    if (folder / _INDEX).is_file():
-        listed = _json_object(folder / _INDEX).get("weight_map")
-        if not isinstance(listed, Mapping) or not all(
-            isinstance(file, str) and Path(file).name == file for file in listed.values()
-        ):
-            raise CheckpointError(f"{folder / _INDEX} has no weight_map from tensors to file names")
-        files = sorted({folder / file for file in listed.values()})
-    else:
-        files = (
-            [folder / _SINGLE]
-            if (folder / _SINGLE).is_file()
-            else sorted(folder.glob("*.safetensors"))
-        )
-        if len(files) != 1:
-            raise CheckpointError(
-                f"{folder} has {len(files)} safetensors files; expected one, or {_INDEX}"
-            )
+    single = folder / _SINGLE
+    try:
+        files = files_of(folder if (folder / INDEX).is_file() or not single.is_file() else single)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
     found = dict[str, Path]()
     for path in files:
         with _opened(path) as file:

@@ -147,12 +147,14 @@ def files_of(checkpoint: Path) -> tuple[Path, ...]:
     if checkpoint.suffix != ".json":
         return (checkpoint,)
     try:
-        names = sorted(set(json.loads(checkpoint.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(checkpoint.read_text("utf-8"))["weight_map"].values()))
+        if odd := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
+        return tuple(map(checkpoint.with_name, names))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint} is not an index of safetensors files: {type(error).__name__}: {error}"
         ) from error
-    return tuple(checkpoint.with_name(Path(name).name) for name in names)
 
 
 def tensors_of(files: tuple[Path, ...]) -> dict[str, Tensor]:
