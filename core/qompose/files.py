@@ -44,6 +44,19 @@ def destination(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def place_for(path: Path) -> Path:
+    """Return the `destination` of a file that is to be made by long work, before which it is called.
+
+    Raises:
+        UserError: there is something else than a file, or no directory to write it in.
+        OSError: it cannot be looked at.
+    """
+    place = destination(path)
+    if not place.parent.is_dir():
+        raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
+    return place
+
+
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
     """Yield a file to write, which takes the place of `path` if all goes well, and is gone if not.

@@ -33,7 +33,7 @@ from qompose.errors import (
     UnlearnedError,
     UserError,
 )
-from qompose.files import destination
+from qompose.files import place_for
 from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
 from qompose.plan.plan import Record
@@ -301,7 +301,7 @@ def quantize_checkpoint(
         OSError: a file cannot be read or written.
     """
     target = Path(path)
-    _check_target(target)
+    place_for(target)
     folder = target.with_name(f"{target.name}.partial") if scratch is None else Path(scratch)
     ranks = Ranks.here(timeout)
     source = _Source.of(checkpoint, folder, ranks)
@@ -320,13 +320,6 @@ def quantize_checkpoint(
     if ranks.rank == 0:
         rmtree(folder)
     return result
-
-
-def _check_target(path: Path) -> None:
-    """Refuse what cannot be written before any work is done."""
-    destination(path)
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{path} cannot be written: directory {path.parent} does not exist")
 
 
 def _needing_no_data(prepared: GraphModule) -> Record:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qompose.console import printable
 from qompose.errors import BatchError, CalibrationError, ConfigError, UserError
-from qompose.files import destination
+from qompose.files import place_for
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -230,10 +230,7 @@ def check_page(page: Path | None, read: Collection[Path]) -> None:
 
 def check_place(path: Path, read: Collection[Path]) -> None:
     """Refuse a file that cannot be written where it is to be, or that is read."""
-    place = destination(path)
-    if not place.parent.is_dir():
-        raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
-    if place in read:
+    if place_for(path) in read:
         raise UserError(f"{path} is an input and would be overwritten; choose another file")
 
 

@@ -37,7 +37,7 @@ from qompose.errors import (
     blaming,
     near_names,
 )
-from qompose.files import destination
+from qompose.files import place_for
 from qompose.lowering.aoti_package import SUFFIX, Part, first_line, refused, write_package
 from qompose.lowering.native_code import with_or_without
 from qompose.plan.methods import ONLY, by_method, in_method
@@ -310,8 +310,7 @@ def _destination(mode: str, path: object) -> Path | None:
     file = Path(path)
     if file.suffix != SUFFIX:
         raise UserError(f"path must end in {SUFFIX}, got {file}")
-    if not destination(file).parent.is_dir():
-        raise UserError(f"{file} cannot be written: {destination(file).parent} is not a directory")
+    place_for(file)
     return file
 
 
