@@ -55,7 +55,7 @@ class DisjointSets(Generic[Item]):
 
 def unsafe_values(graph: Graph) -> frozenset[str]:
     """Return the names of values that share memory with one that is written and then read elsewhere."""
-    memory = _Memory(graph)
+    memory = Memory(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     unsafe: set[str] = set()
     for root, writers in memory.writers.items():
@@ -68,7 +68,7 @@ def unsafe_values(graph: Graph) -> frozenset[str]:
 
 def written_buffers(graph: Graph) -> frozenset[str]:
     """Return the attribute paths of the buffers that a program writes to, under any of their names."""
-    memory = _Memory(graph)
+    memory = Memory(graph)
     return frozenset(
         str(node.target)
         for root in memory.writers
@@ -79,7 +79,7 @@ def written_buffers(graph: Graph) -> frozenset[str]:
 
 def buffers_written_by(graph: Graph) -> dict[Node, str]:
     """Return the calls that write to buffers of floats, each with the path of the buffer."""
-    memory, found = _Memory(graph), dict[Node, str]()
+    memory, found = Memory(graph), dict[Node, str]()
     for root, writers in memory.writers.items():
         for node in memory.members[root]:
             value = _attribute(node)
@@ -93,7 +93,7 @@ def read_before_written(graph: Graph) -> frozenset[str]:
 
     They are read, or changed, before something that depends on an input is written to them.
     """
-    memory, varying = _Memory(graph), set[Node]()
+    memory, varying = Memory(graph), set[Node]()
     for node in graph.nodes:
         if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
@@ -119,13 +119,17 @@ def _counts(members: set[Node], writers: list[Node], varying: set[Node]) -> bool
 
 def written_values(graph: Graph) -> frozenset[str]:
     """Return the names of the values in whose memory something is written."""
-    memory = _Memory(graph)
+    memory = Memory(graph)
     return frozenset(node.name for root in memory.writers for node in memory.members[root])
 
 
-def why_not_alone(writer: Node, buffer: Node) -> str | None:
-    """Return why a call is not the one that writes to a buffer before all that read it; None where it is."""
-    memory, position = _Memory(writer.graph), {n: i for i, n in enumerate(writer.graph.nodes)}
+def why_not_alone(writer: Node, buffer: Node, memory: Memory | None = None) -> str | None:
+    """Return why a call is not the one that writes to a buffer before all that read it; None where it is.
+
+    Args:
+        memory: of the graph, for who asks about several calls.
+    """
+    memory = Memory(writer.graph) if memory is None else memory
     root = memory.find(buffer)
     members, writers = {*memory.members[root]}, memory.writers.get(root, [])
     holders = (n for n in members if n.op in ("get_attr", "placeholder") and n.users)
@@ -138,11 +142,11 @@ def why_not_alone(writer: Node, buffer: Node) -> str | None:
         others = ", ".join(node.name for node in writers if node is not writer)
         return f"{others} writes to {buffer.target} too"
     readers = (node for node in writer.graph.nodes if members & {*node.all_input_nodes})
-    early = next(node for node in readers if position[node] <= position[writer])
+    early = next(readers)  # the first in the graph; `writer` is one of them
     return None if early is writer else f"{early.name} reads {buffer.target} before it is written"
 
 
-class _Memory:
+class Memory:
     """The values of a graph grouped by the memory they share, and what writes to each group.
 
     Attributes:
@@ -236,7 +240,7 @@ def _touched_by_body(node: Node) -> Iterator[tuple[Node, bool]]:
     if len(bodies) != 1:
         return
     body = _attribute(node.args[bodies[0]])  # type: ignore[arg-type]
-    memory = _Memory(body.graph)
+    memory = Memory(body.graph)
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     returned = {memory.find(n) for n in next(iter(reversed(body.graph.nodes))).all_input_nodes}
     operands = node.args[bodies[0] + 1 :]

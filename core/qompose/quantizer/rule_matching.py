@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from qompose.backend.pattern import Match, OperatorIndex, OperatorPattern, Pattern
 from qompose.backend.rule import STATIC, Rule, naming
 from qompose.errors import ConfigError, blaming
-from qompose.program.aliasing import buffers_written_by, unsafe_values, why_not_alone
+from qompose.program.aliasing import Memory, buffers_written_by, unsafe_values, why_not_alone
 from qompose.program.graph import constant_of, describe, is_quantizable, operator_name, value_of
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
@@ -131,7 +131,12 @@ class _Table:
             asked = f"the guard of rule {rule.name} (called on {describe(match.output)})"
             with naming(rule), blaming(f"{self.owner}: {asked}"):
                 others = _otherwise_selected(match, selection, self.selectors)
-                reason = others or fit.objection() or _written(match, self.unsafe - fit.state)
+                reason = (
+                    others
+                    or self._state_objection(rule, match)
+                    or fit.objection()
+                    or _written(match, self.unsafe - fit.state)
+                )
         if reason is None:
             assert fit is not None and config is not None
             words = ", ".join(map(str, config.algorithms or ()))
@@ -165,6 +170,22 @@ class _Table:
         config = self.selectors.select(node).config
         options = ("", *(config.options if config is not None else ()))
         return [rule for rule in rules if rule.option in options]
+
+    @cached_property
+    def _memory(self) -> Memory:
+        """Return what shares memory: looked at once, since programs may write to many buffers."""
+        return Memory(self.index.module.graph)
+
+    def _state_objection(self, rule: Rule, match: Match) -> str | None:
+        """Check that an operation alone writes to its buffer, of floats, before all that read it."""
+        if not rule.state:
+            return None
+        buffer = match.node(rule.state)
+        if buffer is None or constant_of(buffer) is None:
+            return f"{rule.state} is not a buffer of the program"
+        if not is_quantizable(buffer):
+            return f"{rule.state} ({buffer.name}) is {_kind(buffer)}"
+        return why_not_alone(match.output, buffer, self._memory)
 
     def _state_in_float(self) -> list[Rejection]:
         """Return the operators that write to buffers which are to be integers, and that no rule takes."""
@@ -272,8 +293,7 @@ class _Fit:
     def objection(self) -> str | None:
         """Return why it cannot become a claim, None where it can."""
         return (
-            self._state_objection()
-            or self.rule.objection(self.config)
+            self.rule.objection(self.config)
             or self._tensor_objection()
             or self._blocks_objection()
             or next(filter(None, (guard(self.match) for guard in self.rule.guards)), None)
@@ -317,17 +337,6 @@ class _Fit:
         """The names of what the rule's operation writes to, and of its result, which is the same memory."""
         buffer = self.match.node(self.rule.state or "")
         return frozenset() if buffer is None else frozenset({buffer.name, self.match.output.name})
-
-    def _state_objection(self) -> str | None:
-        """Check that the operation alone writes to its buffer, of floats, before all that read it."""
-        if not self.rule.state:
-            return None
-        buffer = self.match.node(self.rule.state)
-        if buffer is None or constant_of(buffer) is None:
-            return f"{self.rule.state} is not a buffer of the program"
-        if not is_quantizable(buffer):
-            return f"{self.rule.state} ({buffer.name}) is {_kind(buffer)}"
-        return why_not_alone(self.match.output, buffer)
 
     def claim(self, owner: str, anchor: Node, selector: str) -> Claim:
         """Return the claim of a quantizer, by the selector that chose the operator at the anchor."""
