@@ -33,7 +33,7 @@ from qompose.plan.methods import each_method, share_constants, states_of
 from qompose.plan.operator_ids import note_regions, restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
-from qompose.program.disk import do_ahead, kept
+from qompose.program.disk import do_ahead, kept, spools
 from qompose.program.graph import (
     call,
     constant_of,
@@ -520,6 +520,8 @@ class _QDQInserter:
 
     def quantize_ahead(self) -> None:
         """Quantize parameters, if what is made of them is kept on disk; processes share the work."""
+        if not spools():
+            return
         jobs, done = {}, set()
         for each in self.solution.observed:
             (value,) = each.node.all_input_nodes

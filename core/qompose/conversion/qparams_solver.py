@@ -305,15 +305,14 @@ class QParamsSolver:
         jobs = {
             f"seen {number}": partial(self._statistics, number, seen)
             for number, seen in constants.items()
-            if keeps_a_range_alone(self.observer(number))
+            if spools() and keeps_a_range_alone(self.observer(number))
         }
         do_ahead("looking at weights", jobs)
         for number, seen in constants.items():
-            job = jobs.get(f"seen {number}")
-            if job is None or not spools():
-                self._observe(number, seen)
-            else:
+            if job := jobs.get(f"seen {number}"):
                 self.observer(number).restore(kept(f"seen {number}", job))
+            else:
+                self._observe(number, seen)
 
     def _statistics(self, number: int, constants: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return what an observer's copy sees: the observer itself would keep it in memory."""
