@@ -161,17 +161,16 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
-    shared = Shared()
-    done, fallbacks, left = replace_regions(
-        model, record, target, reads_qdq=runtime.reads_qdq, shared=shared
+    done, fallbacks, left, taken = replace_regions(
+        model, record, target, reads_qdq=runtime.reads_qdq
     )
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
-    state, notes = state_with(model, record.state, shared.taken)
+    state, notes = state_with(model, record.state, taken)
     plan = replace(record.plan, notes=(*record.plan.notes, *notes))
     record = replace(record, plan=plan, state=state)
-    return Step(model, record, runtime, done, fallbacks, left, frozenset(shared.taken))
+    return Step(model, record, runtime, done, fallbacks, left, taken)
 
 
 @dataclass(frozen=True)
@@ -297,23 +296,16 @@ def _list(names: set[str]) -> str:
 
 
 def replace_regions(
-    model: GraphModule,
-    record: Record,
-    target: str,
-    *,
-    reads_qdq: bool = False,
-    shared: Shared | None = None,
-) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    model: GraphModule, record: Record, target: str, *, reads_qdq: bool = False
+) -> tuple[dict[int, str], dict[int, str], dict[int, str], frozenset[str]]:
     """Replace the regions of all claims, in place, as far as there are kernels; see `Target.reads_qdq`.
-
-    What kernels took over is then in `shared`.
 
     Returns:
         by claim: the kernels in place; the reasons where there is none; and the kernels that the
-        target's last step is expected to supply.
+        target's last step is expected to supply. Last, the paths of the buffers that kernels took over.
     """
     regions = _regions(model)
-    shared = replace(shared or Shared(), readers=readers_in(regions, record.plan.claims))
+    shared = Shared(readers_in(regions, record.plan.claims))
     kept = {node for part in graphs_in(model) for node in without_readers(part)}
     done: dict[int, str] = {}
     fallbacks: dict[int, str] = {}
@@ -345,7 +337,8 @@ def replace_regions(
         remove_dead(part.graph, kept)
     gone = left.keys() - _regions(model).keys()  # only regions that nothing reads read them
     fallbacks |= dict.fromkeys(gone, UNREAD)
-    return done, fallbacks, {number: name for number, name in left.items() if number not in gone}
+    left = {number: name for number, name in left.items() if number not in gone}
+    return done, fallbacks, left, frozenset(shared.taken)
 
 
 def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
