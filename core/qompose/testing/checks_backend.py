@@ -187,8 +187,8 @@ def has_configs(suite: Suite) -> None:
             suite.quantizer(config)
     for rule in backend.rules:
         tried = {backend.configs[name].mode for name in suite.fitting(rule)}
-        if rule.own and tried:
-            continue  # its own specifications are the same in every mode
+        if tried and rule.own.keys() >= {*rule.roles}:
+            continue  # all its specifications are its own, the same in every mode
         if rule.modes - tried - {ACTIVATION_ONLY}:
             lacking = ", ".join(sorted(rule.modes - tried - {ACTIVATION_ONLY}))
             raise ContractError(
