@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of attention in C++ share: operands in any layout, masks, and the call of the library."""
+"""What tests of attention in C++ share: operands in any layout, masks, the call, and a bound for floats."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from qompose_x86_inductor.native import float_attention
 from torch import Tensor
 
 LAYOUTS = ("plain", "by token", "packed", "by column")
@@ -118,3 +119,19 @@ def call(
         *others,
         ctypes.c_void_p(result.data_ptr()),
     )
+
+
+def agree(
+    got: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any
+) -> None:
+    """Compare with torch's attention of doubles; `others`: whether it is causal, and the scale.
+
+    The bound is of some roundings of scores, which are sums of products of float32.
+    """
+    exact = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    query, key, value = query.double(), key.double(), value.double()
+    wanted = float_attention.reference(query, key, value, exact, *others)
+    times = query.shape[1] // key.shape[1]
+    sums = query.abs() @ key.abs().repeat_interleave(times, 1).mT * abs(others[-1])
+    bound = 2**-22 * (float(sums.max()) + 4) * float(value.abs().max())
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound, equal_nan=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.x86_inductor.attention_calls import (
     Guarded,
+    agree as agree_with_floats,
     call,
     operands_and_mask,
     plain_operands,
@@ -41,15 +42,10 @@ def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
 
 
 def agree(got: Tensor, arguments: tuple[Any, ...]) -> None:
-    """The bound is of some roundings of scores, which are sums of products of float32."""
-    query, key, key_scales, value, value_scales, mask, *others = arguments
-    exact = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    wide = (query.double(), key, key_scales.double(), value, value_scales.double())
-    wanted = cache_attention.reference(*wide, exact, *others)
-    times = query.shape[1] // key.shape[1]
-    sums = query.abs() @ (key * key_scales).abs().repeat_interleave(times, 1).mT * abs(others[-1])
-    bound = 2**-22 * (float(sums.max()) + 4) * float((value * value_scales).abs().max())
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound, equal_nan=True)
+    """Compare with attention to what integers and scales stand for."""
+    query, key, key_scales, value, value_scales, *others = arguments
+    floats = (key * key_scales.double(), value * value_scales.double())
+    agree_with_floats(got, query, *floats, *others)
 
 
 @st.composite

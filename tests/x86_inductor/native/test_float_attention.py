@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.x86_inductor.attention_calls import (
     Guarded,
+    agree,
     call,
     operands_and_mask,
     plain_operands,
@@ -32,18 +33,6 @@ def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
     return result
 
 
-def agree(got: Tensor, arguments: tuple[Any, ...]) -> None:
-    """The bound is of some roundings of scores, which are sums of products of float32."""
-    query, key, value, mask, is_causal, scale = arguments
-    exact = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    wide = (query.double(), key.double(), value.double())
-    wanted = float_attention.reference(*wide, exact, is_causal, scale)
-    times = query.shape[1] // key.shape[1]
-    sums = query.abs() @ key.abs().repeat_interleave(times, 1).mT * abs(scale)
-    bound = 2**-22 * (float(sums.max()) + 4) * float(value.abs().max())
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound, equal_nan=True)
-
-
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of the operator, from all that torch's attention accepts."""
@@ -58,7 +47,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
 @settings(max_examples=150, deadline=None)
 def test_it_computes_torchs_attention(library: ctypes.CDLL, data: st.DataObject) -> None:
     arguments = data.draw(calls())
-    agree(run(library, *arguments), arguments)
+    agree(run(library, *arguments), *arguments)
 
 
 def a_call(mask: Tensor | None = None, **sizes: int) -> tuple[Any, ...]:
@@ -73,7 +62,7 @@ def test_any_number_of_threads_gives_the_same(
     arguments = a_call(heads=heads, length=400, keys=60)
     one = run(library, *arguments)
     assert torch.equal(run(library, *arguments, threads=threads), one)
-    agree(one, arguments)
+    agree(one, *arguments)
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"length": 0}, {"keys": 0}, {"heads": 0}], ids=str)
@@ -103,7 +92,7 @@ def test_what_is_no_number_stays_none(library: ctypes.CDLL, where: str, value: f
 @pytest.mark.parametrize("size", [1e-30, 1e4])
 def test_tiny_and_huge_scores(library: ctypes.CDLL, size: float) -> None:
     query, key, value, *rest = a_call()
-    agree(run(library, query * size, key, value, *rest), (query * size, key, value, *rest))
+    agree(run(library, query * size, key, value, *rest), query * size, key, value, *rest)
 
 
 @pytest.mark.parametrize("kind", ["keep", "infinite", "lowest", "causal"])
@@ -142,7 +131,7 @@ def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> No
     query, key, value, *rest = a_call(heads=1, length=7, keys=21, width=width)
     guarded = [Guarded(x) for x in (query, key, value)]
     got = run(library, *(each.tensor for each in guarded), *rest)
-    agree(got, (query, key, value, *rest))
+    agree(got, query, key, value, *rest)
 
 
 def test_running_it_uncompiled_says_so() -> None:

@@ -62,12 +62,6 @@ def reference(
     return steps.to(kind).transpose(1, 2).contiguous()
 
 
-def _uncompiled(*arguments: Any) -> Tensor:
-    """Compute the operator in a graph that was not compiled, or compiled without the C++."""
-    code.warn_uncompiled()
-    return reference(*arguments)
-
-
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, sizes: Any, ends: Any) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty((batch, length, heads, value.shape[3]), dtype=KINDS[sizes[-1]])
@@ -80,7 +74,7 @@ register(
             "(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] sizes, float[] ends) -> Tensor"
         )
     },
-    {"native_attention": (_uncompiled, _fake)},
+    {"native_attention": (code.uncompiled(reference), _fake)},
 )
 ATTENTION: Final = torch.ops.qompose_x86.native_attention.default
 DECLARATION: Final = code.declaration(

@@ -29,15 +29,8 @@ def reference(
     return float_attention.reference(query, key * key_scales, value * value_scales, *others)
 
 
-def _uncompiled(*arguments: Any) -> Tensor:
-    """Compute the operator in a graph that was not compiled, or compiled without the C++."""
-    code.warn_uncompiled()
-    return reference(*arguments)
-
-
 def _fake(query: Tensor, key: Tensor, _: Tensor, value: Tensor, *others: Any) -> Tensor:
-    batch, heads, length, _width = query.shape
-    return query.new_empty((batch, length, heads, value.shape[3]))
+    return float_attention.fake(query, key, value)
 
 
 register(
@@ -48,7 +41,7 @@ register(
             " bool is_causal, float scale) -> Tensor"
         )
     },
-    {"native_cache_attention": (_uncompiled, _fake)},
+    {"native_cache_attention": (code.uncompiled(reference), _fake)},
     torch.Tag.needs_contiguous_strides,
 )
 ATTENTION: Final = torch.ops.qompose_x86.native_cache_attention.default

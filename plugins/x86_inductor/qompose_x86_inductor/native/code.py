@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from qompose_x86_inductor.native.processor import Isa
 
@@ -53,6 +54,16 @@ def digest(folder: Path) -> str:
     """Return a hash of the C++ headers of a folder."""
     contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+def uncompiled(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what computes an operator in a graph that was not compiled, or compiled without the C++."""
+
+    def compute(*arguments: Any) -> Any:
+        warn_uncompiled()
+        return reference(*arguments)
+
+    return compute
 
 
 def warn_uncompiled() -> None:

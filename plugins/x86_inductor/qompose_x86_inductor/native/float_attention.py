@@ -30,13 +30,8 @@ def reference(
     return result.transpose(1, 2).contiguous()
 
 
-def _uncompiled(*arguments: Any) -> Tensor:
-    """Compute the operator in a graph that was not compiled, or compiled without the C++."""
-    code.warn_uncompiled()
-    return reference(*arguments)
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Return a result without values, of the shape that the operator's has."""
     batch, heads, length, _width = query.shape
     return query.new_empty((batch, length, heads, value.shape[3]))
 
@@ -48,7 +43,7 @@ register(
             "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor"
         )
     },
-    {"native_float_attention": (_uncompiled, _fake)},
+    {"native_float_attention": (code.uncompiled(reference), fake)},
 )
 ATTENTION: Final = torch.ops.qompose_x86.native_float_attention.default
 DECLARATION: Final = code.declaration(

@@ -190,12 +190,6 @@ def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
     return F.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
 
 
-def _uncompiled(*arguments: Any, depthwise: bool) -> Tensor:
-    """Compute an operator in a graph that was not compiled, or compiled without the C++."""
-    code.warn_uncompiled()
-    return reference(*arguments, depthwise=depthwise)
-
-
 def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
     x, packed, start, scale, bias, other, flat, given_ends = arguments
@@ -258,8 +252,8 @@ register(
     NAMESPACE,
     _SCHEMAS,
     {
-        "native_product": (functools.partial(_uncompiled, depthwise=False), _fake),
-        "native_depthwise": (functools.partial(_uncompiled, depthwise=True), _fake),
+        "native_product": (code.uncompiled(functools.partial(reference, depthwise=False)), _fake),
+        "native_depthwise": (code.uncompiled(functools.partial(reference, depthwise=True)), _fake),
         "quantize_planes": (reference_planes, _fake_planes),
     },
     torch.Tag.needs_contiguous_strides,
