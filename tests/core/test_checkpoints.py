@@ -339,8 +339,9 @@ def _two_files(folder: Path) -> Path:
     return folder
 
 
-def _index_of_another_folder(folder: Path) -> None:
+def _index_of_another_folder(folder: Path) -> Path:
     (folder / disk.INDEX).write_text('{"weight_map": {"a": "../model.safetensors"}}')
+    return folder
 
 
 @pytest.mark.parametrize(
