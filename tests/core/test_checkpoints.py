@@ -488,13 +488,22 @@ print(max(seen) - seen[0])
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Of 96 MB of weights, ranges are 48 MB, integers too, scales and zero points 72 MB, in all.
 
-    The allocator keeps up to 23 MB of what was freed.
+    glibc gives nothing back of the heap that it grows at will, so what a tensor takes is asked of the system
+    and given back at once.
     """
     script = tmp_path / "script.py"
     script.write_text(MEMORY)
     path = os.pathsep.join([str(ROOT), *sys.path])
-    grown = float(python(script, tmp_path, cwd=ROOT, PYTHONPATH=path, OMP_NUM_THREADS="1"))
-    assert grown < 40
+    grown = python(
+        script,
+        tmp_path,
+        cwd=ROOT,
+        PYTHONPATH=path,
+        OMP_NUM_THREADS="1",
+        MALLOC_MMAP_THRESHOLD_="65536",
+        MALLOC_TRIM_THRESHOLD_="65536",
+    )
+    assert float(grown) < 4
 
 
 def test_processes_share_the_work_and_write_what_one_writes(folder: Path, tmp_path: Path) -> None:
