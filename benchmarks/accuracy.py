@@ -15,7 +15,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -130,16 +130,23 @@ class Bench:
 
 
 def table(
-    bench: Bench, engines: dict[str, Engine], counts: Iterable[int], cells: list[Cell]
+    bench: Bench,
+    engines: dict[str, Engine],
+    counts: Iterable[int],
+    cells: list[Cell],
+    known: Mapping[tuple[str, str, int], Cell],
 ) -> Iterator[str]:
-    """The lines of a task's table, in Markdown, as they are measured; every cell goes to `cells` too."""
+    """The lines of a task's table, in Markdown, as they are measured; every cell goes to `cells` too.
+
+    Cells that are `known`, by task, engine and number of batches, are not measured again.
+    """
     columns = bench.columns()
     titles = ["engine", "batches", *columns, "prepare + calibrate, s", "convert, s", "int8"]
     yield f"| {' | '.join(titles)} |"
     yield "|---|" + "---:|" * (len(titles) - 1)
     first = len(cells)
     for count, (name, engine) in _runs(bench.subject, engines, [*counts]):
-        cell = bench.cell(name, engine, count)
+        cell = known.get((bench.name, name, count)) or bench.cell(name, engine, count)
         cells.append(cell)
         row = cell.cells(columns)
         yield f"| {' | '.join([*row, *[''] * (len(titles) - len(row))])} |"
@@ -188,11 +195,16 @@ def _options() -> argparse.Namespace:
     )
     add("--cache", type=Path, default=ROOT / "build" / "accuracy", metavar="FOLDER",
         help="folder for weights trained here (default: build/accuracy)")  # fmt: skip
+    add("--resume", action="store_true",
+        help="take rows from --json FILE if commit, versions and machine are the same")  # fmt: skip
     add("--threads", type=int, default=2, help="threads of every engine (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write every figure to this file, also by source")
     add("--page", type=Path, metavar="FILE",
         help="write the tables to this file, without seconds, with command, date and versions")  # fmt: skip
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume and not options.json:
+        parser.error("--resume requires --json FILE")
+    return options
 
 
 def main() -> None:
@@ -206,13 +218,14 @@ def main() -> None:
             import_module(module)
     engines = chosen(options.engines, options.words, LOWERED if options.lowered else SIMULATED)
     settings, cells = Settings(options.cache, options.quick), list[Cell]()
+    known = _measured(options) if options.resume else {}
     for name in options.tasks:
-        for line in _task(name, settings, options, engines, cells):
+        for line in _task(name, settings, options, engines, cells, known):
             print(line, flush=True)
-        if options.json:
-            _write(options, cells)
-        if options.page:
-            options.page.write_text(_page(options, cells), "utf-8")
+            if options.json and len(cells) >= len(known):
+                _write(options, cells)
+            if options.page:
+                options.page.write_text(_page(options, cells), "utf-8")
 
 
 def _task(
@@ -221,6 +234,7 @@ def _task(
     options: argparse.Namespace,
     engines: dict[str, Engine],
     cells: list[Cell],
+    known: Mapping[tuple[str, str, int], Cell],
 ) -> Iterator[str]:
     """The lines of a task; where there is no network or data, the reason."""
     try:
@@ -230,11 +244,25 @@ def _task(
         yield f"\n## {name}\n\nnot run: {cells[-1].error}"
         return
     yield f"\n## {name}\n\n{bench.subject.title}\n"
-    yield from table(bench, engines, options.batches, cells)
+    yield from table(bench, engines, options.batches, cells, known)
+
+
+def _measured(options: argparse.Namespace) -> dict[tuple[str, str, int], Cell]:
+    """The rows of an earlier run, if what they depend on is the same."""
+    if not options.json.is_file():
+        return {}
+    data = json.loads(options.json.read_text("utf-8"))
+    if data["machine"] != machine.facts(PACKAGES) or data["options"]["quick"] != options.quick:
+        sys.exit(
+            f"{options.json} is of another commit, version or machine; remove it to start anew"
+        )
+    cells = [Cell(**cell) for cell in data["cells"]]
+    return {(c.task, c.engine, c.batches): c for c in cells if not c.error}
 
 
 def _write(options: argparse.Namespace, cells: list[Cell]) -> None:
-    told = {k: v for k, v in vars(options).items() if k not in ("json", "cache", "page")}
+    left_out = ("json", "cache", "page", "resume")
+    told = {k: v for k, v in vars(options).items() if k not in left_out}
     data = {"machine": machine.facts(PACKAGES), "options": told, "cells": [*map(asdict, cells)]}
     options.json.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
 
