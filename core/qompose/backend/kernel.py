@@ -98,12 +98,13 @@ Readers: TypeAlias = "Mapping[tuple[object, ...], tuple[Claim, ...]]"
 class Shared:
     """What the regions of a model have in common.
 
-    They are who reads its parameters; by path, what kernels stored; and, by path, the calls that wrote to the
-    buffers that kernels took over.
+    They are who reads its parameters; by path, what kernels stored; by quantize operator, the steps that
+    kernels put in its place; and, by path, the calls that wrote to the buffers that kernels took over.
     """
 
     readers: Readers = field(default_factory=dict)
     stored: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: dict[Node, list[Node]] = field(default_factory=dict)
     taken: dict[str, Node] = field(default_factory=dict)
 
 
@@ -265,22 +266,54 @@ class Region:
 
     def step(self, target: Callable[..., Any], *args: Any) -> Node:
         """Insert a call whose value is only a step to the output: its shape and type follow from `args`."""
-        examples: Any = torch.fx.node.map_arg(args, value_of)
-        return self._insert(target, args, result_of(target, *examples))
+        return self._insert(target, args, _result(target, args))
+
+    def shared_step(self, role: str, target: Callable[..., Any], *args: Any) -> Node:
+        """Insert a `step` once for all regions that read a tensor which is quantized when the model runs.
+
+        It stands where the converted model quantizes the tensor; one that is there already is returned.
+
+        Args:
+            role: its first input is the tensor.
+            args: literals, the node of `dynamic(role)`, and shared steps of this tensor.
+
+        Raises:
+            NotLowerable: the tensor arrives in float, or its scale is known beforehand.
+            ConfigError: the operator cannot be called, or an argument is computed after this place.
+        """
+        self.dynamic(role)
+        place = _quantize_behind(self.inputs(role)[0])
+        target = self._checked(target, args)
+        known = self._shared.steps.setdefault(place, [])
+        late = [a.name for a in args if isinstance(a, Node) and not a < place]
+        if late:
+            raise self._wrong_call(target, f"{', '.join(late)} is computed after {place.name}")
+        node = next((n for n in known if n.target is target and n.args == args), None)
+        if node is None:
+            with place.graph.inserting_before(place):
+                node = call(place.graph, target, args, place, _result(target, args))
+            known.append(node)
+        self.inserted.append(node)
+        return node
 
     def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
-        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
-        fault = _call_fault(target, args)
-        if fault:
-            claim = self.claim
-            raise ConfigError(
-                f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} calls "
-                f"{target}: {fault}"
-            )
+        target = self._checked(target, args)
         with self.module.graph.inserting_before(self.output_node):
             node = call(self.module.graph, target, args, self.output_node, value)
         self.inserted.append(node)
         return node
+
+    def _checked(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return what a graph can call for a function."""
+        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
+        fault = _call_fault(target, args)
+        if fault:
+            raise self._wrong_call(target, fault)
+        return target
+
+    def _wrong_call(self, target: Callable[..., Any], fault: str) -> ConfigError:
+        who = f"{self.claim.owner}, rule {self.claim.rule}, at {self.claim.anchor}"
+        return ConfigError(f"The kernel of {who} calls {target}: {fault}")
 
     def constant(self, path: str, value: Tensor) -> Node:
         """Store a buffer of any shape, and insert a node that reads it; a `path` that is taken gets a number.
@@ -360,6 +393,12 @@ class Region:
             self.module.graph.erase_node(user)
 
 
+def _result(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return what a call gives for the examples of its arguments."""
+    examples: Any = torch.fx.node.map_arg(args, value_of)
+    return result_of(target, *examples)
+
+
 def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
     """Return why an operator cannot be called with positional arguments, "" where it can."""
     whole = [value for value in args if isinstance(value, (DynamicTensor, QuantizedTensor))]
@@ -410,8 +449,7 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
         NotLowerable: the node is something else.
     """
     shaped = node.target is aten.view_as.default
-    read = node.all_input_nodes[0] if shaped else node
-    tensor = dequantized(read)
+    tensor = dequantized(_dequantize_behind(node))
     chosen = tensor.scale.args[0] if isinstance(tensor.scale, Node) and tensor.scale.args else None
     choose: Any = getattr(chosen, "target", None)
     if not isinstance(chosen, Node) or choose not in qdq.CHOOSE:
@@ -425,6 +463,16 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
     symmetric = choose in qdq.CHOOSE_SYMMETRIC
     eps = arguments_of(chosen).get("eps")
     return DynamicTensor(source, dims, symmetric, tensor.low, tensor.high, tensor.dtype, eps)
+
+
+def _dequantize_behind(node: Node) -> Node:
+    """Return what dequantizes an input: of items of several dimensions, it stands behind a view."""
+    return node.all_input_nodes[0] if node.target is aten.view_as.default else node
+
+
+def _quantize_behind(node: Node) -> Node:
+    """Return the operator that quantizes an input when the model runs."""
+    return dequantized(_dequantize_behind(node)).node
 
 
 def quantized_by(node: Node) -> QuantizedTensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +26,11 @@ from tests.core.toy import (
     RUN_TIME,
     STATIC,
     WEIGHT,
+    Model,
     aten,
     convert,
     export,
+    nodes_calling,
     randn,
     rule,
     seeded,
@@ -168,6 +172,104 @@ class TestLayout:
     def test_words_that_nothing_reads_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="'axis'"):
             product("linear", LINEAR_PATTERN, layout={"weight": {"axis": 1}})
+
+
+CHOOSE = torch.ops.quantized_decomposed.choose_qparams.tensor
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.tensor
+
+
+@torch.library.custom_op("qompose_run_time_tests::linear", mutates_args=())
+def run_time_linear(
+    x: Tensor, scale: Tensor, zero: Tensor, weight: Tensor, scales: Tensor, bias: Tensor
+) -> Tensor:
+    return functional.linear((x.float() - zero) * scale.float(), weight * scales[:, None], bias)
+
+
+@run_time_linear.register_fake
+def _(x, scale, zero, weight, scales, bias) -> Tensor:  # type: ignore[no-untyped-def]
+    return bias.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+Step = Callable[..., Node]
+
+
+def emit_with(step: Callable[[Region], Step]) -> Callable[[Region], Node]:
+    """The kernel that quantizes its input by such steps."""
+
+    def emit(region: Region) -> Node:
+        source, weight, insert = region.dynamic("input"), region.quantized("weight"), step(region)
+        bounds = (source.low, source.high)
+        chosen = insert(CHOOSE, source.node, *bounds, source.eps, source.dtype)
+        scale, zero = (insert(operator.getitem, chosen, place) for place in (0, 1))
+        integers = insert(QUANTIZE, source.node, scale, zero, *bounds, source.dtype)
+        bias = region.argument("op", "bias")
+        return region.call(run_time_linear, integers, scale, zero, weight.node, weight.scale, bias)
+
+    return emit
+
+
+def shared(region: Region) -> Step:
+    return lambda *call: region.shared_step("input", *call)
+
+
+def lowered_by(
+    step: Callable[[Region], Step], model: nn.Module, quantizer: Any = None
+) -> tuple[Any, Any]:
+    """A model whose linears quantize by such steps, and its converted form."""
+    row = replace(LINEAR, kernels={"torch": Kernel("k", emit_with(step), float_output=True)})
+    quantizer = toy(row, config=DYNAMIC) if quantizer is None else quantizer(row)
+    converted = convert(export(model, X), quantizer, X)
+    return qompose.lower(converted), converted
+
+
+X = randn(5, 8)
+LAYERS = {name: nn.Linear(8, 8) for name in ("a", "b", "c")}
+THREE = seeded(Model(lambda m, x: (m.c(x.sigmoid()), m.a(x), m.b(x), m.c(x)), **LAYERS))
+
+
+class TestSharedSteps:
+    def test_products_of_one_tensor_read_one_quantization(self) -> None:
+        """The others have their own; and every bit is that of kernels that quantize for themselves."""
+        together, converted = lowered_by(shared, THREE)
+        apart, _ = lowered_by(lambda region: region.step, THREE)
+        for name in ("choose_qparams", "quantize_per_tensor"):
+            assert len(nodes_calling(together, name)) == 2
+            assert len(nodes_calling(apart, name)) == 4
+        for given in (X, randn(5, 8, seed=1)):
+            assert all(map(torch.equal, together(given), apart(given)))
+            assert min(map(sqnr, converted(given), together(given))) > 100
+
+    def test_with_other_integers_they_have_their_own(self) -> None:
+        fewer = replace(DYNAMIC, input_activation=replace(RUN_TIME, quant_min=-64, quant_max=63))
+        together, converted = lowered_by(
+            shared, THREE, lambda row: toy(row, config=DYNAMIC).set_module_name("b", fewer)
+        )
+        assert len(nodes_calling(together, "choose_qparams")) == 3
+        assert min(map(sqnr, converted(X), together(X))) > 100
+
+    def test_a_tensor_that_is_written_to_between_is_quantized_before_and_after(self) -> None:
+        model = seeded(Model(lambda m, x: (m.a(y := x.exp()), m.b(y.neg_())), **LAYERS))
+        together, converted = lowered_by(shared, model)
+        assert len(nodes_calling(together, "choose_qparams")) == 2
+        assert min(map(sqnr, converted(X), together(X))) > 100
+
+    def test_a_step_that_reads_what_comes_later_is_refused(self) -> None:
+        def late(region: Region) -> Step:
+            after = region.step(aten.neg.default, region.dynamic("input").node)
+            return lambda target, source, *rest: region.shared_step("input", target, after, *rest)
+
+        with pytest.raises(ConfigError, match="rule linear, at linear calls"):
+            lowered_by(late, THREE)
+
+    def test_and_so_is_a_tensor_that_is_not_quantized_when_the_model_runs(self) -> None:
+        def static(region: Region) -> Node:
+            return region.shared_step("input", aten.neg.default, region.inputs("input")[0])
+
+        row = rule("linear", LINEAR_PATTERN, anchor="op", weight="weight",
+                   kernels={"torch": Kernel("k", static)})  # fmt: skip
+        converted = convert(export(seeded(nn.Linear(8, 4)), X), toy(row, config=STATIC), X)
+        with pytest.warns(qompose.QomposeWarning, match="static"):
+            qompose.lower(converted)
 
 
 def test_scales_in_fewer_bits() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from qompose.backend import kit
 from qompose_x86_inductor.onednn import exactness, packed_weights
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
-from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph
+from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph, quantize_in_graph
 from torch import Tensor, nn
 
 OPS = torch.ops.qompose_x86
@@ -75,6 +74,24 @@ def products(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return x * magnitude, weight, scales, bias if draw(st.booleans()) else None
 
 
+def dynamic(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, low: int, high: int, eps: float,
+    *post: Any,
+) -> Tensor:  # fmt: skip
+    """Both operators, one after the other."""
+    quantized = OPS.quantize_dynamic(x, low, high, eps)
+    return OPS.linear_dynamic(*quantized, weight, scales, bias, *post)  # type: ignore[no-any-return]
+
+
+def traced(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, low: int, high: int, eps: float,
+    *post: Any,
+) -> Tensor:  # fmt: skip
+    """The same as compilers see it."""
+    quantized, zeros = quantize_in_graph(x, low, high, eps), torch.zeros_like(ZEROS)
+    return linear_in_graph(*quantized, weight, scales, bias, *post, zero_points=zeros)
+
+
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
@@ -85,7 +102,7 @@ class TestPerTensor:
         exact, size = per_tensor_exactly(*given, bounds)
         name, args, algorithm = (*post, [], "none")[:3] if len(post) == 1 else (*post, "none")[:3]
         wanted = POST_OPS[name].compute(exact, args, algorithm)
-        actual = OPS.linear_dynamic(*given, *bounds, EPS, *post)
+        actual = dynamic(*given, *bounds, EPS, *post)
         # Curves have slopes up to 1.2, and float32 forms of their own.
         assert_close(actual, wanted, 2 * size + (4 * wanted.abs() + 2 if name != "none" else 0))
 
@@ -96,20 +113,19 @@ class TestPerTensor:
         x, weight, scales, bias = operands(0, 3, 8)
         x[1, 2] = value
         x[0, 0] = -3.4e38 if value == 3.4e38 else x[0, 0]  # a range beyond float32
-        assert OPS.linear_dynamic(x, weight, scales, bias, *WHOLE, *post).isnan().all()
-        traced = linear_in_graph(x, weight, scales, bias, *WHOLE, *post, zero_points=ZEROS)
-        assert traced.isnan().all()
+        assert dynamic(x, weight, scales, bias, *WHOLE, *post).isnan().all()
+        assert traced(x, weight, scales, bias, *WHOLE, *post).isnan().all()
 
 
 ZEROS = torch.zeros(6, dtype=torch.int32)
 
 
-def per_tensor(*operands: Tensor) -> Tensor:
-    return OPS.linear_dynamic(*operands, *WHOLE)  # type: ignore[no-any-return]
+def per_tensor(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return dynamic(x, weight, scales, bias, *WHOLE)
 
 
-def in_graph(*operands: Tensor) -> Tensor:
-    return linear_in_graph(*operands, *WHOLE, zero_points=ZEROS)
+def in_graph(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return traced(x, weight, scales, bias, *WHOLE)
 
 
 class TestOperator:
@@ -143,37 +159,40 @@ class TestOperator:
     def test_other_inputs_are_named(self) -> None:
         x, *rest = operands(0, 3, 8)
         for function, device in itertools.product((per_tensor, in_graph), ("cpu", "meta")):
-            with pytest.raises(ValueError, match=r"linear_dynamic.*float16"):
+            with pytest.raises(ValueError, match=r"quantize_dynamic.*float16"):
                 function(*(v.to(device) for v in (x.half(), *rest)))
             with pytest.raises(ValueError, match=r"linear_dynamic.*\(3, 7\)"):
                 function(*(v.to(device) for v in (x[:, :7], *rest)))
 
-    def test_torch_knows_it(self) -> None:
-        torch.library.opcheck(OPS.linear_dynamic.default, (*operands(0, 2, 3, 8), *WHOLE))
+    def test_a_product_of_floats_is_refused(self) -> None:
+        x, *rest = operands(0, 3, 8)
+        _, *qparams = OPS.quantize_dynamic(x, *WHOLE)
+        for device in ("cpu", "meta"):
+            given = (v.to(device) for v in (x, *qparams, *rest))
+            with pytest.raises(ValueError, match=r"linear_dynamic.*float32"):
+                OPS.linear_dynamic(*given)
+
+    def test_torch_knows_them(self) -> None:
+        x, *rest = operands(0, 2, 3, 8)
+        for one in (x, x.transpose(0, 1), x[..., ::2], x[:0]):
+            torch.library.opcheck(OPS.quantize_dynamic.default, (one, *WHOLE))
+        quantized = OPS.quantize_dynamic(x, *WHOLE)
+        torch.library.opcheck(OPS.linear_dynamic.default, (*quantized, *rest))
 
 
 class Traced(nn.Module):
-    def __init__(self, function: Callable[..., Tensor], *rest: Any) -> None:
+    def __init__(self, *rest: Any) -> None:
         super().__init__()
-        self.function, self.rest = function, rest
+        self.rest = rest
         self.x, weight, self.scales, self.bias = operands(1, 2, 3, 24)
         self.weight = weight.clamp(*exactness.NARROW)  # graphs hold what oneDNN multiplies exactly
 
     def forward(self, x: Tensor) -> Tensor:
-        constants = (self.weight, self.scales, self.bias)
-        return self.function(x, *constants, *self.rest, zero_points=torch.zeros_like(ZEROS))
+        return traced(x, self.weight, self.scales, self.bias, *self.rest)
 
 
-@pytest.mark.parametrize(
-    ("function", "operator", "rest"),
-    [
-        (linear_in_graph, OPS.linear_dynamic, (*WHOLE, "gelu", [], "tanh")),
-        (linear_in_graph, OPS.linear_dynamic, (0, 127, EPS, "relu")),
-    ],
-)
-def test_in_a_graph_it_is_the_same_without_our_operators(
-    function: Callable[..., Tensor], operator: Callable[..., Tensor], rest: tuple[Any, ...]
-) -> None:
-    module = Traced(function, *rest)
-    wanted = operator(module.x, module.weight, module.scales, module.bias, *rest)
+@pytest.mark.parametrize("rest", [(*WHOLE, "gelu", [], "tanh"), (0, 127, EPS, "relu")])
+def test_in_a_graph_it_is_the_same_without_our_operators(rest: tuple[Any, ...]) -> None:
+    module = Traced(*rest)
+    wanted = dynamic(module.x, module.weight, module.scales, module.bias, *rest)
     assert torch.equal(module(module.x), wanted)

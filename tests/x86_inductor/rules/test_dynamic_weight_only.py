@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,26 @@ def dynamic(**changes: Any) -> QuantizationConfig:
         "quant_max": 255, "qscheme": torch.per_tensor_affine, "is_dynamic": True, **changes,
     }  # fmt: skip
     return QuantizationConfig(QuantizationSpec(**facts), None, CONFIG().weight, None)
+
+
+def _projections(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    return m.q(x), m.k(x).relu(), m.v(x), m.q(x.tanh())
+
+
+def test_projections_of_one_tensor_quantize_it_once() -> None:
+    """With functions behind them too; every bit is that of the operators, one linear at a time."""
+    layers = {name: nn.Linear(24, 16) for name in ("q", "k", "v")}
+    model, x = Model(_projections, **layers).eval(), torch.randn(5, 24)
+    converted, lowered = quantized(model, CONFIG(is_dynamic=True), x)
+    called = Counter(str(node.target) for node in lowered.graph.nodes)
+    assert called["qompose_x86.quantize_dynamic.default"] == 2
+    assert called["qompose_x86.linear_dynamic.default"] == 4
+    for name, wanted, function in (("q", 0, None), ("k", 1, nn.ReLU()), ("v", 2, None)):
+        alone = nn.Sequential(layers[name], *([] if function is None else [function])).eval()
+        assert torch.equal(quantized(alone, CONFIG(is_dynamic=True), x)[1](x), lowered(x)[wanted])
+    assert min(map(sqnr, converted(x), lowered(x))) > 90
+    compiled = qompose.compile_lowered(lowered)
+    assert min(map(sqnr, lowered(x), compiled(x))) > 100
 
 
 def test_the_least_scale_is_the_observers() -> None:

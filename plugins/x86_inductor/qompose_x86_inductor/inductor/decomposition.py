@@ -72,6 +72,7 @@ _OPS: Final = getattr(torch.ops, NAMESPACE)
 _DECOMPOSITIONS: Final[dict[Any, Callable[..., Any]]] = {
     _OPS.linear.default: linear.linear_in_graph,
     _OPS.linear_add.default: linear.linear_add_in_graph,
+    _OPS.quantize_dynamic.default: linear_dynamic.quantize_in_graph,
     _OPS.linear_dynamic.default: linear_dynamic.linear_in_graph,
     _OPS.linear_packed.default: linear_packed.reference,
     _OPS.linear_float16_weight.default: linear_weight_only.float16_weight_in_graph,

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator ``linear_dynamic``: float32 in, quantized when it runs with one scale, float32 out.
+"""Linears whose input is quantized when they run, with one scale: ``quantize_dynamic``, ``linear_dynamic``.
 
-The product is ``qompose_x86::linear``, exact sums of integers by oneDNN; scale and zero point are those of
-`kit.choose_qparams`. ``x`` is float32 with any strides; ``weight``, ``w_scale`` and ``bias`` are as in that
-operator. The integers are uint8 between ``low`` and ``high``, and a range that is not finite makes every
-result NaN, as it does in the converted model.
+``quantize_dynamic`` returns integers of a float32 ``x`` with any strides, uint8 between ``low`` and ``high``,
+and the scale and zero point of `kit.choose_qparams`, float32 scalars. ``linear_dynamic`` multiplies such
+integers, and returns float32. Products of one tensor read one quantization of it.
 
-`linear_in_graph` computes the same in operators of torch alone, for compilers. It accepts only weights that
-`exactness.admits`.
+The product is ``qompose_x86::linear``, exact sums of integers by oneDNN; ``weight``, ``w_scale`` and ``bias``
+are as in that operator. A range that is not finite makes every result NaN, as it does in the converted model.
+
+The functions ``*_in_graph`` compute the same in operators of torch alone, for compilers. That of the product
+accepts only weights that `exactness.admits`.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ from qompose_x86_inductor.onednn.arguments import (
 from qompose_x86_inductor.onednn.post_ops import POST_SCHEMA
 from qompose_x86_inductor.operators.registration import register
 
-_CONSTANTS: Final = "Tensor x, Tensor weight, Tensor w_scale, Tensor? bias"
-_RANGE: Final = "int low, int high, float eps"
+_X: Final = "Tensor x, Tensor x_scale, Tensor x_zp"
+_CONSTANTS: Final = "Tensor weight, Tensor w_scale, Tensor? bias"
 
 SCHEMAS: Final[dict[str, str]] = {
-    "linear_dynamic": f"({_CONSTANTS}, {_RANGE}, {POST_SCHEMA}) -> Tensor",
+    "quantize_dynamic": "(Tensor x, int low, int high, float eps) -> (Tensor, Tensor, Tensor)",
+    "linear_dynamic": f"({_X}, {_CONSTANTS}, {POST_SCHEMA}) -> Tensor",
 }
 
+Quantized = tuple[Tensor, Tensor, Tensor]
+"""Integers, scale and zero point."""
 
 _integers = functools.partial(kit.quantize, dtype=torch.uint8)
 
@@ -46,10 +51,36 @@ _HIDES_NAN: Final = ("relu", "hardtanh")
 """The post-ops that turn NaN into a number in oneDNN."""
 
 
+def _check_dtype(operator: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError on an ``x`` that would be misread."""
+    if x.dtype != dtype:
+        raise ValueError(f"{NAMESPACE}::{operator}: expected x {dtype}, got {x.dtype}")
+
+
+def _quantize(x: Tensor, low: int, high: int, eps: float) -> Quantized:
+    if x.numel() > 0:
+        return quantize_in_graph(x, low, high, eps)
+    _check_dtype("quantize_dynamic", x, torch.float32)
+    return x.to(torch.uint8), x.new_ones(()), x.new_zeros(())  # there are none to choose
+
+
+def _quantize_fake(x: Tensor, *_: Any) -> Quantized:
+    _check_dtype("quantize_dynamic", x, torch.float32)
+    return torch.empty_like(x, dtype=torch.uint8), x.new_empty(()), x.new_empty(())
+
+
+def quantize_in_graph(x: Tensor, low: int, high: int, eps: float) -> Quantized:
+    """Compute ``quantize_dynamic``."""
+    _check_dtype("quantize_dynamic", x, torch.float32)
+    # Every range includes 0, and with one more there is a range where there are no rows.
+    ranged = x if statically_known_true(x.numel() > 0) else F.pad(x.reshape(-1), (0, 1))
+    scale, zero_point = kit.choose_qparams(ranged, low, high, eps)
+    return _integers(x, scale, zero_point, low, high), scale, zero_point
+
+
 def _checked(x: Tensor, weight: Tensor) -> None:
     """Raise ValueError on an ``x`` that would be misread; the rest is checked with the product."""
-    if x.dtype != torch.float32:
-        raise ValueError(f"{NAMESPACE}::linear_dynamic: expected x float32, got {x.dtype}")
+    _check_dtype("linear_dynamic", x, torch.uint8)
     check_matrices("linear_dynamic", x, weight)
 
 
@@ -62,36 +93,27 @@ def _shape(x: Tensor, weight: Tensor) -> list[int]:
     return [*x.shape[:-1], weight.shape[0]]
 
 
-def _quantized(x: Tensor, low: int, high: int, eps: float) -> tuple[Tensor, float, int]:
-    """Return integers, scale and zero point; an empty ``x`` has none to choose."""
-    if x.numel() == 0:
-        return x.to(torch.uint8), 1.0, 0
-    scale, zero_point = kit.choose_qparams(x, low, high, eps)
-    return _integers(x, scale, zero_point, low, high), float(scale), int(zero_point)
-
-
-def _linear(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def _linear(x: Tensor, x_scale: Tensor, x_zp: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     _checked(x, weight)
-    low, high, eps, *post = rest
-    integers, scale, zero_point = _quantized(x, low, high, eps)
+    w_scale, bias, *post = rest
+    scale = float(x_scale)
     if math.isnan(scale):
-        return x.new_full(_shape(x, weight), math.nan)
-    return _product(integers, scale, zero_point, weight, w_scale, bias, *Output()[:3], *post)
+        return x_scale.new_full(_shape(x, weight), math.nan)
+    return _product(x, scale, int(x_zp), weight, w_scale, bias, *Output()[:3], *post)
 
 
-def _linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _linear_fake(x: Tensor, x_scale: Tensor, x_zp: Tensor, weight: Tensor, *_: Any) -> Tensor:
     _checked(x, weight)
-    return x.new_empty(_shape(x, weight))
+    return x_scale.new_empty(_shape(x, weight))
 
 
 def linear_in_graph(
     x: Tensor,
+    x_scale: Tensor,
+    x_zp: Tensor,
     weight: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    low: int,
-    high: int,
-    eps: float,
     *post: Any,
     zero_points: Tensor,
 ) -> Tensor:
@@ -99,13 +121,10 @@ def linear_in_graph(
     _checked(x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     hides_nan = out.post_op in _HIDES_NAN
-    # Every range includes 0, and with one more there is a range where there are no rows.
-    ranged = x if statically_known_true(x.numel() > 0) else F.pad(x.reshape(-1), (0, 1))
-    scale, zero_point = kit.choose_qparams(ranged, low, high, eps)
     result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(
-        _integers(x, scale, zero_point, low, high),
-        scale,
-        zero_point.to(torch.int32),
+        x,
+        x_scale,
+        x_zp.to(torch.int32),
         calls.prepack_linear(weight),
         w_scale,
         zero_points,
@@ -115,4 +134,11 @@ def linear_in_graph(
     return out.finish(result) if hides_nan else result
 
 
-register(NAMESPACE, SCHEMAS, {"linear_dynamic": (_linear, _linear_fake)})
+register(
+    NAMESPACE,
+    SCHEMAS,
+    {
+        "quantize_dynamic": (_quantize, _quantize_fake),
+        "linear_dynamic": (_linear, _linear_fake),
+    },
+)
