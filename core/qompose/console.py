@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -210,14 +212,19 @@ def on_terminal(progress: bool | None) -> bool:
     return sys.stderr.isatty() if progress is None else progress
 
 
-def progress_bar(shown: bool) -> Progress:
-    """Return a bar that counts and says how long it will take; hidden, it does nothing."""
+def progress_bar(shown: bool, *, elapsed: bool = False) -> Progress:
+    """Return a bar that counts and says how long it will take; hidden, it does nothing.
+
+    Args:
+        elapsed: say how long it has taken instead: of unequal steps, nobody knows the rest.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
@@ -225,6 +232,42 @@ def progress_bar(shown: bool) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        TimeElapsedColumn() if elapsed else TimeRemainingColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
+_staging: ContextVar[bool] = ContextVar("qompose_staging", default=False)
+
+
+@contextmanager
+def staging(progress: bool | None) -> Iterator[None]:
+    """Let `stages` show a bar, or not; None leaves it to whether a person is looking."""
+    token = _staging.set(on_terminal(progress))
+    try:
+        yield
+    finally:
+        _staging.reset(token)
+
+
+@contextmanager
+def stages(total: int) -> Iterator[Callable[[str], None]]:
+    """Show what a target's last step is at, where it takes long: a bar, if `lower` is to show one.
+
+    Args:
+        total: how many stages there will be.
+
+    Yields:
+        what takes the name of each stage when it begins.
+    """
+    with progress_bar(_staging.get(), elapsed=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = -1
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            begun += 1
+            bar.update(task, description=name, completed=begun)
+
+        yield begin
+        bar.update(task, completed=total)

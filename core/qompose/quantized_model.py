@@ -181,7 +181,8 @@ def quantize(
             nothing is quantized statically.
         target: the runtime to lower for, as in `lower`.
         dynamic_shapes: dimensions that may vary, in the form that torch.export takes.
-        transform, progress: as for `calibrate`.
+        transform: as for `calibrate`.
+        progress: as for `calibrate` and `lower`.
         strict: raise an error if nothing is quantized, or if a claimed operator has no kernel.
 
     Raises:
@@ -202,7 +203,8 @@ def quantize(
     if calibration is not None:
         calibrate(prepared, calibration, transform=transform, progress=progress)
     converted = convert_pt2e(prepared)
-    return QuantizedModel(exported, converted, lower(converted, target, strict=strict), quantizer)
+    lowered = lower(converted, target, strict=strict, progress=progress)
+    return QuantizedModel(exported, converted, lowered, quantizer)
 
 
 def _export(

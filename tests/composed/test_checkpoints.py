@@ -177,6 +177,14 @@ def test_another_backend_keeps_what_it_can(tmp_path: Path) -> None:
     assert sqnr(converted(IDS), qompose.lower(converted)(IDS)) > SAME
 
 
+def test_another_backend_refuses_what_it_lacks(tmp_path: Path) -> None:
+    """Zero points, and scales that bfloat16 would round."""
+    for symmetric, named in ((False, "symmetric=False"), (True, "scale_dtype")):
+        checkpoint, _ = checkpoint_of(tmp_path / named, symmetric=symmetric)
+        with pytest.raises(ConfigError, match=named):
+            xnnpack(weight_only=True, **checkpoint.options())
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_onnx_runtime_computes_with_them(symmetric: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")

@@ -88,6 +88,13 @@ class TestWhatExcludesWhat:
             ("weight_range .*'widest'", {"weight_range": "widest"}),
             ("weight_range='mse'", {"weight_range": "mse", "is_dynamic": True, "group_size": 32}),
             ("act_qmin=-127", {"weight_only": True, "act_qmin": -127}),
+            ("symmetric=False", {"weight_only": True, "group_size": 32, "symmetric": False}),
+            ("symmetric", {"weight_only": True, "symmetric": 1}),
+            (
+                r"scale_dtype=torch\.float32",
+                {"weight_only": True, "group_size": 32, "scale_dtype": torch.float32},
+            ),
+            ("group_size", {"weight_only": True, "scale_dtype": torch.bfloat16}),
             ("act_qmax=63, range='mse'", {"weight_only": True, "act_qmax": 63, "range": "mse"}),
         ],
     )  # fmt: skip

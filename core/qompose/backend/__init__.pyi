@@ -24,6 +24,7 @@ from .interface import (
     clear_origin as clear_origin,
     draft_of as draft_of,
     operator_of as operator_of,
+    stages as stages,
 )
 from .kernel import (
     ORDER_PRESERVING as ORDER_PRESERVING,

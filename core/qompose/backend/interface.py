@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities, capability_rows
 from qompose.backend.rule import Rule
+from qompose.console import stages as stages  # public here
 from qompose.files import draft_of as draft_of  # public here
 from qompose.program.call_interface import (  # public here
     CallArgument as CallArgument,
@@ -68,6 +69,8 @@ class Target:
 
     With `reads_qdq` the runtime reads quantize and dequantize operators and fuses what it can: the regions
     of members that only annotate are left to it, and `Finished` says what became of them.
+
+    A last step that takes long says what it is at by `stages`, which shows a bar where `lower` is to.
 
     With `runs_here` a program of the runtime runs in the process that made it: `lower` warns where
     `Backend.objection` has something against this machine. Other programs are for other machines.

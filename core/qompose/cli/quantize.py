@@ -92,7 +92,8 @@ def _quantize(options: Namespace, results: Results) -> int:
         converted = convert_pt2e(prepared, allow_uncalibrated=options.allow_uncalibrated)
     except UncalibratedError as error:
         raise _uncalibrated(error, bool(batches)) from error
-    lowered = lower(converted, options.target, strict=options.strict)
+    shown = False if options.no_progress else None
+    lowered = lower(converted, options.target, strict=options.strict, progress=shown)
     found = report(lowered)
     _write(converted, output, lowered, found, options)
     print_report(found, options, results)

@@ -323,7 +323,7 @@ class Evaluator:
         """Return what is measured of a converted model: itself, or what it is lowered to."""
         with _quiet():
             target = self.task.target
-            return converted if target is None else lower(converted, target=target)
+            return converted if target is None else lower(converted, target=target, progress=False)
 
     def calibrated_by(self, quantizer: Quantizer) -> GraphModule:
         """Return the program prepared by another quantizer than that of the task, and calibrated."""

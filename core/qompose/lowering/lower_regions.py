@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from qompose.backend.discovery import obstacle
 from qompose.backend.interface import Backend, Finished, Methods, Target
 from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
+from qompose.console import staging
 from qompose.errors import ConfigError, TargetError, blaming, near_names
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import (
@@ -60,6 +61,7 @@ def lower(
     *,
     strict: bool = False,
     keep_converted: bool = True,
+    progress: bool | None = None,
 ) -> Any:
     """Replace each quantized region with its owner's kernel for `target`.
 
@@ -72,6 +74,7 @@ def lower(
         strict: raise an error if a region has no kernel.
         keep_converted: let the result hold the converted program, and so its integers beside those that
             kernels packed: what `save` and `compare` need. Without it, save `converted` itself.
+        progress: whether targets that take long show a progress bar; None shows it on a terminal.
 
     Returns:
         for "torch" a GraphModule, or a dict of several; for other targets a program of their runtime.
@@ -84,7 +87,8 @@ def lower(
         UserError: models have names that methods cannot have.
     """
     models = by_method(converted, "lower")
-    result, parts = with_kernels(converted, target)
+    with staging(progress):
+        result, parts = with_kernels(converted, target)
     for name, (_, record) in parts.items():
         with in_method(name):
             if _known_targets(record)[record.target].runs_here:

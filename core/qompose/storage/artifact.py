@@ -28,6 +28,7 @@ from torch.fx import GraphModule
 
 from qompose.backend.discovery import backends as installed_backends, load_backend
 from qompose.backend.interface import Backend
+from qompose.console import staging
 from qompose.errors import (
     ArtefactError,
     BackendNotFoundError,
@@ -264,7 +265,8 @@ def load(
     if not stored.lowered or as_converted:
         return stored.of(stored.models)
     try:
-        result, parts = with_kernels(stored.of(stored.models), stored.target)
+        with staging(None):
+            result, parts = with_kernels(stored.of(stored.models), stored.target)
     except UserError as error:
         remedy = (
             "Use load(path, as_converted=True) to get the converted model, which runs "

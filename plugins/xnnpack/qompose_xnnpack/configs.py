@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from qompose import QuantizationConfig, SmoothQuant
 from qompose.backend import kit
 from qompose.errors import ConfigError
@@ -20,6 +21,8 @@ def get_symmetric_quantization_config(
     weight_qmax: int | None = None,
     *,
     group_size: int | None = None,
+    symmetric: bool | None = None,
+    scale_dtype: torch.dtype | None = None,
     weight_only: bool = False,
     per_token: bool = True,
     range: str = "auto",
@@ -39,6 +42,8 @@ def get_symmetric_quantization_config(
         weight_qmin, weight_qmax: bounds of the weights' integers: -127 and 127, with groups -8 and 7.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to the
             bfloat16 that XNNPACK stores. For linear, with dynamic activations or weights alone.
+        symmetric, scale_dtype: True and torch.bfloat16, or None for them: XNNPACK has nothing else. They are
+            here for `qompose.algorithms.Checkpoint.options`.
         per_token: whether each token or image has its own scale if activations are dynamic. XNNPACK itself
             supports nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
@@ -63,6 +68,7 @@ def get_symmetric_quantization_config(
     kit.check_booleans(per_token=per_token)
     if not (per_token or is_dynamic):
         raise ConfigError("per_token=False requires is_dynamic=True; without it, omit per_token")
+    _check_weights(symmetric, scale_dtype)
     return _make(
         is_per_channel=is_per_channel,
         is_qat=is_qat,
@@ -72,6 +78,8 @@ def get_symmetric_quantization_config(
         weight_qmin=weight_qmin,
         weight_qmax=weight_qmax,
         group_size=group_size,
+        symmetric=symmetric,
+        scale_dtype=scale_dtype,
         weight_only=weight_only,
         per_token=per_token and is_dynamic,
         range=range,
@@ -80,6 +88,25 @@ def get_symmetric_quantization_config(
         algorithms=algorithms,
         fake_quantize=fake_quantize,
     )
+
+
+_REMEDY = (
+    "Give these weights a configuration of a backend that has them, or round the float weights again, "
+    "without the algorithm of a checkpoint"
+)
+
+
+def _check_weights(symmetric: bool | None, scale_dtype: torch.dtype | None) -> None:
+    """Refuse what a checkpoint may need of a configuration and XNNPACK's kernels do not have."""
+    if symmetric is False:
+        raise ConfigError(
+            f"symmetric=False is not supported: XNNPACK has no zero points of weights. {_REMEDY}"
+        )
+    if scale_dtype not in (None, torch.bfloat16):
+        raise ConfigError(
+            f"scale_dtype={scale_dtype} is not supported: XNNPACK stores scales of groups in "
+            f"torch.bfloat16. {_REMEDY}"
+        )
 
 
 def _head(options: kit.ConfigOptions, bits: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose import QomposeWarning, UserError
-from qompose.backend import CallSignature, Finished, Kernel, OperatorPattern, Target
+from qompose.backend import CallSignature, Finished, Kernel, OperatorPattern, Target, stages
 from qompose.errors import ConfigError, NotLoweredError, StageError, TargetError
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -216,3 +216,25 @@ class TestFailures:
         with pytest.raises(NotLoweredError, match="method 'two': "):
             qompose.lower({"one": small(target), "two": small(target)}, "device", strict=True)
         assert len(made) == 2 and not any(hasattr(model, "meta") for model in made)
+
+
+def test_stages_of_a_last_step_are_shown_where_somebody_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(module: GraphModule, signature: CallSignature) -> Finished:
+        with stages(2) as begin:
+            begin("one")
+            begin("two")
+        return Finished(module, {0: "delegate"})
+
+    model = convert(PROGRAM, toy(ON_DEVICE, targets=(Target("device", slow),)), X)
+    qompose.lower(model, "device")
+    assert capsys.readouterr() == ("", "")
+    qompose.lower(model, "device", progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "two" in printed.err and "2/2" in printed.err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    qompose.lower(model, "device")
+    assert "2/2" in capsys.readouterr().err
+    qompose.lower(model, "device", progress=False)
+    assert capsys.readouterr() == ("", "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import qompose
 import torch
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from qompose_xnnpack.executorch_target import lowering
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
 from torch import Tensor, nn
 from torch.export import Dim
@@ -72,8 +75,31 @@ def expected(pair: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def program(pair: dict[str, Any]) -> Any:
-    return qompose.lower(pair, "executorch")
+def made(pair: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The program, and what whoever waited for it was told: how many stages, and their names."""
+    told: list[Any] = []
+
+    @contextmanager
+    def stages(total: int) -> Iterator[Any]:
+        told.append(total)
+        yield told.append
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "stages", stages)
+        return qompose.lower(pair, "executorch"), told
+
+
+@pytest.fixture(scope="module")
+def program(made: tuple[Any, list[Any]]) -> Any:
+    return made[0]
+
+
+def test_each_stage_of_each_method_is_told(made: tuple[Any, list[Any]]) -> None:
+    total, *names = made[1]
+    assert total == len(names)
+    for method in ("prompt", "token"):
+        own = [name.removeprefix(f"{method}: ") for name in names if name.startswith(method)]
+        assert own == [*lowering.STAGES]
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> bool:

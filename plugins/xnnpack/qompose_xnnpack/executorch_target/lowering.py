@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
-from qompose.backend import CallSignature
+from qompose.backend import CallSignature, stages
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -63,28 +64,40 @@ def lower_methods(
     Raises what ``lower_to_executorch`` does; if there are several, the message names the method.
     """
     names = method_names(methods)
-    with quiet():
-        api = import_lowering()
-        exported = {}
-        for name, (graph, signature) in methods.items():
-            with _in_method(name, names):
-                exported[name] = export(
-                    graph, signature.args, dict(signature.kwargs), signature.dynamic_shapes
-                )
-        buffer, parts = _lowered(exported, api)
-    program = ExecutorchProgram(buffer, parts)
-    if load:
-        for name, method in program.methods.items():
+    with stages(len(names) * len(STAGES)) as begin:
+        with quiet():
+            api = import_lowering()
+            exported = {}
+            for name, (graph, signature) in methods.items():
+                begin(f"{name}: export")
+                with _in_method(name, names):
+                    exported[name] = export(
+                        graph, signature.args, dict(signature.kwargs), signature.dynamic_shapes
+                    )
+            buffer, parts = _lowered(exported, api, begin)
+        program = ExecutorchProgram(buffer, parts)
+        for name, method in program.methods.items() if load else ():
+            begin(f"{name}: load")
             with _in_method(name, names):
                 method.load()
     return program
 
 
-def _lowered(exported: Mapping[str, ExportedProgram], api: Lowering) -> tuple[bytes, Parts]:
-    """Return the file, and by method how it is called and what became of its operators."""
+STAGES: Final = ("export", "to edge", "partition", "delegate", "emit", "load")
+"""What happens to each method, as the bar of `lower` names it. The last is left out without `load`."""
+
+
+def _lowered(
+    exported: Mapping[str, ExportedProgram], api: Lowering, begin: Callable[[str], None]
+) -> tuple[bytes, Parts]:
+    """Return the file, and by method how it is called and what became of its operators.
+
+    Args:
+        begin: what is told of stages; ExecuTorch goes through all methods in each of them.
+    """
     interfaces = {name: interface_of(program) for name, program in exported.items()}
     partitioner = partitioner_class(api)
-    partitioners = {name: partitioner() for name in exported}
+    partitioners = {name: partitioner(partial(_begin_stage, begin, name)) for name in exported}
     try:
         edge = api.to_edge_transform_and_lower(
             dict(exported),
@@ -106,7 +119,9 @@ def _lowered(exported: Mapping[str, ExportedProgram], api: Lowering) -> tuple[by
                 share_mutable_buffers=len(exported) > 1 and any(written.values())
             ),
             sym_shape_eval_pass={
-                name: _declared_shapes(api, program.range_constraints)
+                name: _declared_shapes(
+                    api, program.range_constraints, partial(_begin_stage, begin, name, "emit")
+                )
                 for name, program in exported.items()
             },
         )
@@ -129,8 +144,12 @@ def _check_first_runs(interfaces: Mapping[str, Interface]) -> None:
             )
 
 
-def _declared_shapes(api: Lowering, declared: Mapping[Any, Any]) -> Any:
-    """Return the pass that plans memory for the declared sizes.
+def _begin_stage(begin: Callable[[str], None], name: str, stage: str) -> None:
+    begin(f"{name}: {stage}")
+
+
+def _declared_shapes(api: Lowering, declared: Mapping[Any, Any], begin: Callable[[], None]) -> Any:
+    """Return the pass that plans memory for the declared sizes; it calls `begin` first.
 
     Retracing a convolution asks whether the batch is below 16, and ExecuTorch 1.5.1 takes the answer for
     the example batch as a bound: a program declared for 32 would accept 15.
@@ -138,6 +157,7 @@ def _declared_shapes(api: Lowering, declared: Mapping[Any, Any]) -> Any:
 
     class DeclaredShapes(api.shape_pass):  # type: ignore[name-defined, misc]
         def call(self, graph_module: GraphModule) -> Any:
+            begin()
             for size in _symbolic_sizes(graph_module):
                 size.node.shape_env.var_to_range.update(declared)
             return super().call(graph_module)

@@ -22,24 +22,34 @@ _LISTENING = threading.Lock()
 
 
 def partitioner_class(api: Lowering) -> Any:
-    """Return the class of partitioners of one program each, with a ``delegation`` once they have run."""
+    """Return the class of partitioners of one program each, with a ``delegation`` once they have run.
+
+    They are made with what is told of each stage that begins.
+    """
 
     class SafePartitioner(api.xnnpack_partitioner):  # type: ignore[name-defined, misc]
         """Partitions one program, corrects the tags, and keeps what became of the operators."""
 
         delegation: Delegation
 
-        def __init__(self) -> None:
+        def __init__(self, begin: Callable[[str], None]) -> None:
             super().__init__()
+            self._begin = begin
             leave_what_fails(self.target_partitioner_configs, self._has_config)
 
+        def transform_for_pre_decomposition(self, ep: Any) -> Any:
+            self._begin("to edge")
+            return super().transform_for_pre_decomposition(ep)
+
         def partition(self, exported_program: Any) -> Any:
+            self._begin("partition")
             with collected_reasons(api.partitioner_configs) as reasons:
                 result = super().partition(exported_program)
             tagged = result.tagged_exported_program
             untag_unused_conversions(tagged.graph)
             reader = DelegationReader(reasons, self._has_config, api.is_implicit_conversion)
             self.delegation = reader.read(tagged.graph_module)
+            self._begin("delegate")
             return result
 
         def _has_config(self, node: Node) -> bool:
