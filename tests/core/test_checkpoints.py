@@ -344,6 +344,55 @@ def _index_of_another_folder(folder: Path) -> Path:
     return folder
 
 
+def _placed_elsewhere(folder: Path, places: dict[str, str]) -> str:
+    name, file = next(iter(places.items()))
+    places[name] = next(other for other in places.values() if other != file)
+    return name
+
+
+def _not_in_the_index(folder: Path, places: dict[str, str]) -> str:
+    file = next(iter(places.values()))
+    tensors = {**disk.mapped(folder / file), "more": torch.ones(3)}
+    save_file({n: t.clone() for n, t in tensors.items()}, folder / file)
+    return "more"
+
+
+def _in_no_file(folder: Path, places: dict[str, str]) -> str:
+    places["more"] = next(iter(places.values()))
+    return "more"
+
+
+def _in_two_files(folder: Path, places: dict[str, str]) -> str:
+    name, file = next(iter(places.items()))
+    other = next(other for other in places.values() if other != file)
+    tensors = {**disk.mapped(folder / other), name: disk.mapped(folder / file)[name]}
+    save_file({n: t.clone() for n, t in tensors.items()}, folder / other)
+    return name
+
+
+@pytest.mark.parametrize(
+    "spoil", [_placed_elsewhere, _not_in_the_index, _in_no_file, _in_two_files]
+)
+def test_files_have_the_tensors_that_their_index_says(
+    spoil: Callable[[Path, dict[str, str]], str], folder: Path, tmp_path: Path
+) -> None:
+    file = index(state(real()), folder)
+    places = json.loads(file.read_text())["weight_map"]
+    name = spoil(folder, places)
+    file.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError) as refused:
+        from_disk(file, CONFIGS["groups"], tmp_path)
+    assert refused.value.names == (name,)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    file = index(state(real()), folder)
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"part-1\.safetensors"):
+        from_disk(file, CONFIGS["groups"], tmp_path)
+
+
 @pytest.mark.parametrize(
     "spoil", [_cut_off, _no_checkpoint, _no_index, _index_of_another_folder, _two_files]
 )

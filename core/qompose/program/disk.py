@@ -15,7 +15,7 @@ import mmap
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -55,6 +55,8 @@ Job: TypeAlias = "Callable[[], Made]"
 """Makes tensors, the same in every process."""
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a sharded checkpoint has which tensor."""
+_LISTED = 10
+"""How many tensors a message names."""
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
@@ -72,18 +74,30 @@ def mapped(path: Path) -> dict[str, Tensor]:
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return at which byte the tensors of a safetensors file begin, and what it says of each."""
+    names_in(path)  # checks the header against the file's size
     with path.open("rb") as file:
-        try:
-            with safe_open(path, framework="pt"):  # checks the header against the file's size
-                pass
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     if odd := sorted({facts["dtype"] for facts in header.values()} - {*_DTYPES}):
         raise CheckpointError(f"{path} has tensors of the types {', '.join(odd)}")
     return 8 + size, header
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the names of the tensors of a safetensors file, whose header fits its size.
+
+    Raises:
+        CheckpointError: it is not a safetensors file, or is cut off.
+        OSError: it cannot be read.
+    """
+    with path.open("rb"):  # says of what cannot be read what it is; safetensors does not
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [*file.keys()]
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _view(pages: mmap.mmap, start: int, facts: Mapping[str, Any]) -> Tensor:
@@ -131,8 +145,9 @@ def files_of(checkpoint: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a checkpoint: a file, an index of several, or a folder with either.
 
     Raises:
-        CheckpointError: there is none, or there are several without an index, or the index is not one.
-        OSError: it cannot be read.
+        CheckpointError: there is none, or there are several without an index, or the index is not one or
+            does not agree with its files.
+        OSError: it cannot be read, or a file that the index names cannot.
     """
     if checkpoint.is_dir():
         if (checkpoint / INDEX).exists():
@@ -146,15 +161,49 @@ def files_of(checkpoint: Path) -> tuple[Path, ...]:
         return (found[0],)
     if checkpoint.suffix != ".json":
         return (checkpoint,)
+    places = _places(checkpoint)
+    files = tuple(map(checkpoint.with_name, sorted(set(places.values()))))
+    _check_places(checkpoint, places, {file.name: names_in(file) for file in files})
+    return files
+
+
+def _places(index: Path) -> dict[str, str]:
+    """Return by tensor the name of the file in which an index says that it is."""
     try:
-        names = sorted(set(json.loads(checkpoint.read_text("utf-8"))["weight_map"].values()))
-        if odd := [name for name in names if Path(name).name != name]:
+        places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+        if odd := [name for name in sorted(places.values()) if Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
-        return tuple(map(checkpoint.with_name, names))
+        return places
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{checkpoint} is not an index of safetensors files: {type(error).__name__}: {error}"
+            f"{index} is not an index of safetensors files: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_places(
+    index: Path, places: Mapping[str, str], held: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise CheckpointError for tensors that are not where an index says; `held` are those of files.
+
+    A file of an older download, or of another model, may have tensors of the same names and shapes.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, names in held.items():
+        for name in names:
+            found[name].append(file)
+    wrong = sorted(n for n in found.keys() | places.keys() if found.get(n) != [places.get(n)])
+    if wrong:
+        lines = "".join(
+            f"\n  - {name} is in {', '.join(found.get(name, ())) or 'no file'}, but by the index in "
+            f"{places.get(name, 'no file')}"
+            for name in wrong[:_LISTED]
+        )
+        more = f"\n  - and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise CheckpointError(
+            f"{index} does not agree with its files. Download all of them again, or save the "
+            f"checkpoint anew:{lines}{more}",
+            wrong,
+        )
 
 
 def tensors_of(files: tuple[Path, ...]) -> dict[str, Tensor]:
