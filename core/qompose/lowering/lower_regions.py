@@ -24,11 +24,13 @@ from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import (
     ONLY,
     by_method,
+    check_named,
     check_taken,
     in_method,
     share_constants,
     share_state,
     state_with,
+    states_of,
 )
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, restore_written
 from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
@@ -110,11 +112,12 @@ def with_kernels(
 
     It warns of nothing, and the records have no source.
     """
-    steps = {}
-    for name, model in by_method(converted, "lower").items():
+    steps, models = {}, by_method(converted, "lower")
+    for name, model in models.items():
         with in_method(name):
             steps[name] = _replaced(model, target)
     if len(steps) > 1:
+        check_named(models, states_of(models))  # kernels give what they take over other names
         _share_state(steps)
     with naming_fallbacks(steps):
         result, finished = finish(steps)

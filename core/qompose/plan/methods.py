@@ -6,6 +6,8 @@ A decoder is exported twice, for a prompt and for one token, and both methods wr
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +20,7 @@ from torch.fx import GraphModule
 from qompose.errors import QomposeError, UserError
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import address_of, copies_of, set_attribute
+from qompose.program.graph import address_of, copies_of, layout_of, set_attribute
 from qompose.program.meta import META_KEY, VALUE_TAG, tag_of
 
 ONLY = ""
@@ -99,8 +101,9 @@ def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
 
     Raises:
         UserError: a buffer that one method writes to has another shape, type or initial value in another
-            method, or became a quantized constant there.
+            method, or became a quantized constant there; or it has no name (`check_named`).
     """
+    check_named(models, states)
     held = {name: _tensors(model) for name, model in models.items()}
     state: dict[str, Tensor] = {}
     for method, own in states.items():
@@ -118,6 +121,35 @@ def share_state(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
         name: {path: state[path] for path in state if path in own or path in held[name]}
         for name, own in states.items()
     }
+
+
+_NUMBERED = re.compile(r"(.*\.)?lifted_tensor_\d+")
+"""What torch.export calls tensors that are in no module, in the order in which it meets them."""
+
+
+def check_named(models: Mapping[str, GraphModule], states: Mapping[str, State]) -> None:
+    """Raise UserError where a number stands for what is written to, and for another tensor in each method.
+
+    It is the same tensor if it has a name besides, in every method that has the number.
+    """
+    found: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for method, model in models.items():
+        tensors, names = {**_tensors(model), **states[method]}, defaultdict[Any, set[str]](set)
+        for path, value in tensors.items():
+            if not _NUMBERED.fullmatch(path):
+                names[layout_of(value)].add(path)
+        for path in filter(_NUMBERED.fullmatch, tensors):
+            found[path].append(frozenset(names[layout_of(tensors[path])]))
+    written = {path for own in states.values() for path in own}
+    for path in sorted(written & found.keys()):
+        first, *others = found[path]
+        if others and (not first or {first} != {*others}):
+            raise UserError(
+                f"methods share by name the buffers they write to, but {path!r} is a number that "
+                "torch.export gives to a tensor that is in no module, in each method anew. Register "
+                "the tensor as a buffer (register_buffer) where a list or another object holds it, and "
+                "export all methods again"
+            )
 
 
 def state_with(

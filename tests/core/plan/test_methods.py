@@ -250,6 +250,27 @@ def converted_again(methods: Any) -> Any:
     return methods
 
 
+class Held(nn.Module):
+    """Writes to two tensors in a list, which may be buffers as well, in either order."""
+
+    def __init__(self, named: bool, linear: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.swaps = linear or nn.Linear(WIDTH, WIDTH), False
+        self.held = [torch.zeros(LENGTH, WIDTH) for _ in range(2)]
+        for number, tensor in enumerate(self.held if named else ()):
+            self.register_buffer(f"held_{number}", tensor)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        rows = self.linear(x)
+        for place in (1, 0) if self.swaps else (0, 1):
+            self.held[place].index_copy_(0, at, rows + place)
+        return self.held[0] - 2 * self.held[1]
+
+
+def run_both(model: nn.Module) -> list[Tensor]:
+    return run({"prompt": model, "token": model})
+
+
 class TestClashes:
     @pytest.mark.parametrize(
         ("other", "named"),
@@ -264,6 +285,31 @@ class TestClashes:
         programs = {"prompt": export(memory(), *PROMPT), "token": export(other(), *TOKENS[0])}
         with pytest.raises(UserError, match=f"'count' has .*{named}|'count' has {named}"):
             qompose.prepare_pt2e(programs, toy(LINEAR, config=DYNAMIC))
+
+    @pytest.mark.parametrize(
+        ("named", "swaps"), [(False, False), (False, True), (True, True), (True, False)]
+    )
+    def test_numbers_are_no_names(self, named: bool, swaps: bool) -> None:
+        """The exporter counts in the order of use; a second name says which of two tensors it is."""
+        model = Held(named).eval().requires_grad_(False)
+        programs = {"prompt": export(model, *PROMPT)}
+        model.swaps = swaps
+        programs["token"] = export(model, *TOKENS[0])
+        quantizer = toy(LINEAR, config=DYNAMIC)
+        apart = {
+            n: qompose.convert_pt2e(qompose.prepare_pt2e(p, quantizer)) for n, p in programs.items()
+        }
+        if named and not swaps:
+            prepared = qompose.prepare_pt2e(programs, quantizer)
+            for methods in (qompose.convert_pt2e(prepared), apart):
+                assert equal(run(qompose.lower(methods)), run_both(Held(named, model.linear)), 0.05)
+            return
+        for refused in (
+            lambda: qompose.prepare_pt2e(programs, quantizer),
+            lambda: qompose.lower(apart),
+        ):
+            with pytest.raises(UserError, match="lifted_tensor_"):
+                refused()
 
     def test_a_method_that_quantizes_what_another_writes_to_is_named(self) -> None:
         class Reader(nn.Module):
