@@ -262,21 +262,28 @@ constexpr bool BYTES = true;
 constexpr bool BYTES = false;
 #endif
 
+// torch's compiler switches the vectorizing of loops off, for its own are written in vectors.
+#pragma GCC push_options
+#pragma GCC optimize("O3,tree-loop-vectorize")
 // Choose scale and zero point of a row as `kit.choose_qparams_per_row` does. What is not finite makes the
 // scale, and so the whole row, NaN.
 inline void choose(const float* x, int64_t depth, RowMode mode, float& scale, float& zero_point) {
-  float low[LANES] = {}, high[LANES] = {};
-  bool finite = true;
-  for (int64_t k = 0; k < depth; k += LANES) {
-    const int count = static_cast<int>(std::min<int64_t>(LANES, depth - k));
-    for (int i = 0; i < count; ++i) {
-      const float v = x[k + i];
+  float low[LANES] = {}, high[LANES] = {}, unlike[LANES] = {};
+  const auto widen = [&](const float* from) {  // by a count that is known, so that it takes few instructions
+    for (int i = 0; i < LANES; ++i) {
+      const float v = from[i];
       low[i] = v < low[i] ? v : low[i];
       high[i] = v > high[i] ? v : high[i];
-      finite &= std::fabs(v) <= std::numeric_limits<float>::max();
+      unlike[i] += v * 0.0f;  // NaN for what is not finite
     }
-  }
+  };
+  int64_t k = 0;
+  for (; k + LANES <= depth; k += LANES) widen(x + k);
+  float last[LANES] = {};
+  std::copy_n(x + k, depth - k, last);
+  widen(last);
   const float least = *std::min_element(low, low + LANES), most = *std::max_element(high, high + LANES);
+  const bool finite = std::all_of(unlike, unlike + LANES, [](float v) { return v == 0; });
   zero_point = 0;
   if (mode == SYMMETRIC) {
     scale = std::max(std::max(-least, most), 1e-5f) / 127.0f;
@@ -310,6 +317,8 @@ void sum_groups(const Linear& p, const Value* x, Sum* to) {
     to[g] = sum;
   }
 }
+
+#pragma GCC pop_options
 
 // Return rows of `given` inputs as they are multiplied.
 inline Rows prepared(const Linear& p, const float* x, int64_t given, int threads) {
