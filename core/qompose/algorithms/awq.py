@@ -207,14 +207,13 @@ class _Trial:
 
 def _limited(inputs: InputMoments, channels: int) -> InputMoments:
     """Return moments in which no channel is much larger than the others."""
-    total = inputs.halves_of.sum(0)[0]
-    sizes = total.diagonal().view(channels, -1).mean(1).clamp(min=0.0).sqrt()
+    powers = inputs.moments(slice(None))[0].diagonal()
+    sizes = powers.view(channels, -1).mean(1).clamp(min=0.0).sqrt()
     alive = sizes[sizes > 0]
     if not len(alive):
         return inputs
     limits = (_LOUDEST * alive.median() / sizes.clamp(min=NOTHING)).clamp(max=1.0)
-    limits = limits.repeat_interleave(len(total) // channels)
-    return replace(inputs, halves_of=inputs.halves_of * limits[:, None] * limits)
+    return replace(inputs, limits=limits.repeat_interleave(len(powers) // channels))
 
 
 def _rounded(weight: Tensor, spec: Any) -> Tensor:

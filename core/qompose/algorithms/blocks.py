@@ -24,6 +24,7 @@ from qompose.algorithms.products import (
     Operands,
     check_seen,
     columns_of,
+    in_stripes,
     normalized_moments,
 )
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
@@ -379,11 +380,23 @@ class _Rerun(Inputs):
 
     def moments(self, columns: slice) -> Tensor:
         groups, width = columns_of(self.product)[0].groups, len(range(self.channels)[columns])
-        total = torch.zeros(groups, width, width, dtype=torch.float64)
+        # What is above the diagonal is below it, too.
+        stripes = {
+            (first, last): torch.zeros(groups, last - first, last, dtype=torch.float64)
+            for first, last in in_stripes(width)
+        }
         for rows in self._rows():
             some = rows[..., columns].double()
-            total = total.to(some.device).baddbmm_(some.transpose(1, 2), some)
-        return self._of_all(total).div_(self.unit).float()
+            for (first, last), stripe in stripes.items():
+                of_rows = some[..., first:last].transpose(1, 2)
+                stripes[first, last] = stripe.to(some.device).baddbmm_(of_rows, some[..., :last])
+        found = torch.empty(groups, width, width)
+        for first, last in list(stripes):
+            part = self._of_all(stripes.pop((first, last))).div_(self.unit).float()
+            found = found.to(part.device)
+            found[:, first:last, :last] = part
+            found[:, :first, first:last] = part[..., :first].transpose(1, 2)
+        return found
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         found = torch.zeros(len(differences), dtype=torch.float64)

@@ -43,6 +43,7 @@ from qompose.algorithms.products import (
     change_products,
     check_own_scales,
     columns_of,
+    in_stripes,
     moments_asked,
     moments_read,
     noted,
@@ -67,7 +68,7 @@ MOST_TOGETHER = 2048
 """Columns whose errors are handed on to one another: the time for that grows with their cube."""
 _JUDGED = 256
 """How many outputs, at least, the gain is measured on."""
-_AT_A_TIME = 2**20
+_AT_A_TIME = 2**18
 """How many values of a weight are rounded side by side: what that needs is several times as large."""
 
 
@@ -319,9 +320,18 @@ class _Rounding:
 
     def some(self) -> _Rounding:
         """Return one of fewer outputs, spread over all: they are rounded one apart from the other."""
-        apart = slice(None, None, max(1, self.weight.shape[1] // _JUDGED))
+        return self._rows(slice(None, None, max(1, self.weight.shape[1] // _JUDGED)))
+
+    def values_by(self, order: _Order) -> Tensor:
+        """Return the values that the columns of an order have once they are rounded, `(groups, K, rows)`."""
+        groups, rows, width = self.weight.shape
+        most = max(1, _AT_A_TIME // max(1, groups * width))
+        parts = [self._rows(slice(first, first + most)) for first in range(0, rows, most)]
+        return torch.cat([part.rounded([order]).values.transpose(1, 2) for part in parts], dim=2)
+
+    def _rows(self, rows: slice) -> _Rounding:
         names = ("weight", "step", "zero_point")
-        return replace(self, **{name: getattr(self, name)[:, apart] for name in names})
+        return replace(self, **{name: getattr(self, name)[:, rows] for name in names})
 
     def nearest(self) -> Tensor:
         """Return the nearest integers, as floats."""
@@ -338,7 +348,8 @@ class _Rounding:
         parts = [
             order.positions([v[:, order.columns] for v in weights], self.q) for order in orders
         ]
-        return _Rounded(*(torch.cat(v, dim=1).transpose(1, 2) for v in zip(*parts, strict=True)))
+        each = (v[0] if len(v) == 1 else torch.cat(v, dim=1) for v in zip(*parts, strict=True))
+        return _Rounded(*(v.transpose(1, 2) for v in each))
 
     def as_parameter(self, found: Tensor) -> Tensor:
         """Return values in the shape of the weight in that of the parameter."""
@@ -362,13 +373,13 @@ def _best_form(
         NotChanged: moments cannot be factorized.
     """
     rounding = _judged(reader, q, together)
-    nearest = rounding.nearest_values()
     halves = inputs.halves()
     before, errors = 0.0, dict.fromkeys(forms, 0.0)
-    by_each = [_by_forms(rounding, half, forms) for half in halves]
-    for half, found in zip(halves, reversed(by_each), strict=True):
-        offs = [values - rounding.weight for values in (nearest, *found)]
-        first, *others = half.errors(offs)
+    for half, held_back in (halves, halves[::-1]):
+        offs = [values.sub_(rounding.weight) for values in _by_forms(rounding, half, forms)]
+        offs.append(rounding.nearest_values() - rounding.weight)
+        *others, first = held_back.errors(offs)
+        del offs  # before the other half is taken up
         before += first
         for form, error in zip(forms, others, strict=True):
             errors[form] += error
@@ -378,14 +389,12 @@ def _best_form(
 
 def _by_forms(rounding: _Rounding, inputs: Inputs, forms: Sequence[_Form]) -> list[Tensor]:
     """Return the values that a weight has once it is rounded by each form."""
-    columns = _together(inputs.channels, forms[0].group_size)
-    moments = [inputs.moments(some) for some in columns]
-    return [
-        rounding.rounded(
-            [_Order.of(*each, form) for each in zip(columns, moments, strict=True)]
-        ).values
-        for form in forms
-    ]
+    found: list[list[Tensor]] = [[] for _ in forms]
+    for some in _together(inputs.channels, forms[0].group_size):
+        moments = inputs.moments(some)
+        for values, form in zip(found, forms, strict=True):
+            values.append(rounding.values_by(_Order.of(some, moments, form)))
+    return [torch.cat(values, dim=1).transpose(1, 2) for values in found]
 
 
 def _judged(reader: Reader, q: QParams, together: bool) -> _Rounding:
@@ -492,9 +501,12 @@ class _Order:
         """
         places = self.places[:, :, None].expand_as(values[0])
         left, step, zero_point = (v.gather(1, places) for v in values)
-        found = self._walked(left, step, zero_point, q)
-        given = (found, step, zero_point)
-        return tuple(torch.empty_like(left).scatter_(1, places, v) for v in given)  # type: ignore[return-value]
+        walked = self._walked(left, step, zero_point, q)
+        found = torch.empty_like(left).scatter_(1, places, walked)
+        if self.form.spec is None:
+            return found, values[1], values[2]
+        step, zero_point = (left.scatter(1, places, v) for v in (step, zero_point))
+        return found, step, zero_point
 
     def _walked(self, left: Tensor, step: Tensor, zero_point: Tensor, q: QParams) -> Tensor:
         """Return positions in the order of columns; steps change in place where groups get theirs."""
@@ -506,17 +518,17 @@ class _Order:
         )  # what an integer times its step is taken from
         errors = torch.empty_like(left)
         all_columns = (left, step, zero_point, known, found, errors)
-        each = [*zip(*(v.unbind(1) for v in all_columns), bounds, strict=True)]
         size = form.block_size if form.spec is None else form.group_size
-        for first in range(0, len(each), size):
-            last, block = min(first + size, len(each)), slice(first, first + size)
+        for first in range(0, left.shape[1], size):
+            last, block = min(first + size, left.shape[1]), slice(first, first + size)
             left[:, block] += handed_on[:, :first, block].transpose(1, 2) @ errors[:, :first]
             if form.spec is not None:
                 known[:, block].addcmul_(zero_point[:, block], step[:, block], value=-1)
                 self._rescale(left[:, block], step[:, block], zero_point[:, block])
                 known[:, block].addcmul_(zero_point[:, block], step[:, block])
-            for at in range(first, last):
-                value, of_step, zero, of, place, error, (least, most) = each[at]
+            each = zip(*(v[:, block].unbind(1) for v in all_columns), bounds[block], strict=True)
+            for at, column in enumerate(each, start=first):
+                value, of_step, zero, of, place, error, (least, most) = column
                 torch.addcdiv(zero, value, of_step, out=place).clamp_(least, most)
                 torch.addcmul(of, place.round(), of_step, value=-1, out=error)
                 left[:, at + 1 : last].addcmul_(
@@ -559,17 +571,42 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
         damped.clamp(min=NOTHING).sqrt(),
         places.flip(1),
     )  # the triangle is that from behind
-    each = torch.arange(len(moments), device=moments.device)[:, None, None]
-    shrunk = moments[each, back[:, :, None], back[:, None, :]]
+    shrunk = _in_order(moments, back)
     shrunk.div_(sizes.flip(1)[:, None]).mul_(form.believed / sizes.flip(1)[:, :, None])
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
-    lower, failed = torch.linalg.cholesky_ex(shrunk)
+    failed = torch.empty(len(moments), dtype=torch.int32, device=moments.device)
+    torch.linalg.cholesky_ex(shrunk, out=(shrunk, failed))
     if bool(failed.any()):
         raise NotChanged(
             "the second-moment matrix of its input is singular; calibrate with more data or "
             "increase GPTQ's damping"
         )
-    del shrunk
-    root: Tensor = lower.flip(1, 2)
+    root = _turned(shrunk)
     diagonal = root.diagonal(dim1=1, dim2=2)
     return root.div_((diagonal * sizes)[:, None]).mul_(sizes[:, :, None])
+
+
+def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
+    """Return square matrices whose rows and columns are in an order, `(groups, K)`.
+
+    They are stored by columns, as LAPACK has matrices: a factor can take the place of what is factorized.
+    """
+    result = torch.empty_like(matrices)
+    for matrix, own, columns in zip(matrices, order, result, strict=True):
+        for first, last in in_stripes(len(own)):
+            rows = matrix.index_select(0, own[first:last])
+            columns[:, first:last] = rows.index_select(1, own).T
+    return result.transpose(1, 2)
+
+
+def _turned(matrices: Tensor) -> Tensor:
+    """Turn square matrices stored by columns upside down and left to right, in place, and return them."""
+    flat = matrices.transpose(1, 2).flatten(1)
+    size = flat.shape[1]
+    for first in range(0, size // 2, _AT_A_TIME):
+        last = min(first + _AT_A_TIME, size // 2)
+        front, behind = flat[:, first:last], flat[:, size - last : size - first]
+        before = front.flip(1)
+        front.copy_(behind.flip(1))
+        behind.copy_(before)
+    return matrices

@@ -102,6 +102,8 @@ class Operands:
         )
 
 
+_STRIPES = 16
+"""In how many parts large matrices are made."""
 NOTHING = 1e-30
 """In place of an error of zero, to divide by."""
 
@@ -326,17 +328,23 @@ class InputRows(Inputs):
 class InputMoments(Inputs):
     """Second moments of the columns that a product reads, as its weight sees them; like `InputRows`.
 
-    They are in a unit that keeps them near 1.
+    They are in a unit that keeps them near 1, and held as they were added up: a copy would be as large.
 
     Attributes:
-        halves_of: sums over the rows of each half of the examples, `(2, groups, K, K)`.
+        total: sums of products over the rows of each half of the examples, `(2, groups, K, K)` in float64.
         count: how many rows each half has, `(2,)`.
         noise: the mean square of what the rounding of a value adds to it.
+        unit: what the sums are divided by, `()`.
+        factors: what columns are multiplied by, `(groups, K)` in float64; None for 1.
+        limits: what columns are multiplied by in that unit, `(K,)`; None for 1.
     """
 
-    halves_of: Tensor
+    total: Tensor
     count: Tensor
     noise: float
+    unit: Tensor
+    factors: Tensor | None = None
+    limits: Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -346,21 +354,37 @@ class InputMoments(Inputs):
     @property
     def channels(self) -> int:
         """Return how many columns each group has."""
-        return self.halves_of.shape[-1]
+        return self.total.shape[-1]
 
     def halves(self) -> tuple[InputMoments, InputMoments]:
         """Return those of both halves of the examples."""
         first, second = (
-            replace(self, halves_of=self.halves_of[at : at + 1], count=self.count[at : at + 1])
+            replace(self, total=self.total[at : at + 1], count=self.count[at : at + 1])
             for at in (0, 1)
         )
         return first, second
 
-    def moments(self, channels: slice) -> Tensor:
+    def moments(self, columns: slice) -> Tensor:
         """Return the second moments of some columns of each group, `(groups, c, c)`."""
-        found = self.halves_of[..., channels, channels].sum(0).float()
+        inside = range(self.channels)[columns]
+        found = self.total.new_empty(
+            self.total.shape[1], len(inside), len(inside), dtype=torch.float32
+        )
+        for first, last in in_stripes(len(inside)):
+            rows = inside[first:last]
+            found[:, first:last] = self._of(slice(rows.start, rows.stop), columns)
         found.diagonal(dim1=1, dim2=2).add_(self.noise * float(self.count.sum()))
         return found
+
+    def _of(self, rows: slice, columns: slice) -> Tensor:
+        """Return some rows of the moments of columns, `(groups, r, c)`."""
+        total = self.total[:, :, rows, columns]
+        if self.factors is not None:
+            total = total * (self.factors[:, rows, None] * self.factors[:, None, columns])
+        halves = (total / self.unit).to(torch.float32)
+        if self.limits is not None:
+            halves.mul_(self.limits[rows, None]).mul_(self.limits[columns])
+        return halves.sum(0)
 
     def error(self, difference: Tensor) -> float:
         """Return the squared error of a product whose weight is off by `(groups, outputs, K)`."""
@@ -369,6 +393,16 @@ class InputMoments(Inputs):
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         moments = self.moments(slice(None))
         return [float(((off @ moments) * off).sum()) for off in differences]
+
+
+def in_stripes(width: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each part of a matrix and the one behind its last.
+
+    What is made of a matrix part by part takes little more memory than the result.
+    """
+    size = max(1, -(-width // _STRIPES))
+    for first in range(0, width, size):
+        yield first, min(first + size, width)
 
 
 def columns_of(product: Operands) -> tuple[Columns, int]:
@@ -419,24 +453,23 @@ def moments_read(found: Calibrated, product: Operands) -> InputMoments:
 
 
 def normalized_moments(
-    total: Tensor, count: Tensor, unscaled: Tensor | float = 1.0, noise: float = 0.0
+    total: Tensor, count: Tensor, factors: Tensor | None = None, noise: float = 0.0
 ) -> InputMoments:
     """Return sums of products over rows in a unit that keeps them near 1.
 
     Args:
-        total: of each half, `(2, groups, K, K)`.
+        total: of each half, `(2, groups, K, K)`; it is held.
         count: how many rows each half has, `(2,)`.
-        unscaled: what they are multiplied by first.
+        factors: what columns are multiplied by first, `(groups, K)`.
         noise: the mean square of what the rounding of a value adds to it.
 
     Raises:
         NotChanged: there are none, all data is alike, or values are not finite.
     """
-    if isinstance(unscaled, Tensor):
-        total = total * unscaled
-    unit = total.diagonal(dim1=-2, dim2=-1).mean()
+    powers = total.diagonal(dim1=-2, dim2=-1)
+    unit = (powers if factors is None else powers * (factors * factors)).mean()
     check_seen(count, float(unit))
-    return InputMoments((total / unit).to(torch.float32), count, noise / float(unit))
+    return InputMoments(total, count, noise / float(unit), unit, factors)
 
 
 def check_seen(count: Tensor, size: float) -> None:
@@ -457,14 +490,13 @@ def check_seen(count: Tensor, size: float) -> None:
         raise NotChanged("its input is all zeros or has non-finite values")
 
 
-def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
-    """Return what moments are multiplied by because the input is divided by factors of its channels."""
+def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | None:
+    """Return what columns are multiplied by because the input is divided by factors of its channels."""
     values = factors_read(found, product)
     if values is None:
-        return 1.0
+        return None
     taps = 1 if columns.window is None else math.prod(columns.window.size)
-    inverse = (1 / values.double()).repeat_interleave(taps).view(columns.groups, -1)
-    return inverse[:, :, None] * inverse[:, None, :]
+    return (1 / values.double()).repeat_interleave(taps).view(columns.groups, -1)
 
 
 def factors_read(found: Calibrated, product: Operands) -> Tensor | None:

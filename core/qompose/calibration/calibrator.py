@@ -37,7 +37,7 @@ from qompose.console import on_terminal, progress_bar
 from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
 from qompose.observers.channel_ranges import base_observer, screen_of
 from qompose.observers.foreign_observer import guard_of
-from qompose.observers.input_sums import input_observers
+from qompose.observers.input_sums import SumObserver, input_observers
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
@@ -524,29 +524,40 @@ class _ResumeFile:
         self._written = time.monotonic()
 
 
-State: TypeAlias = "tuple[Any, dict[str, Any], Screen | None]"
+State: TypeAlias = Callable[[], None]
+"""Puts back what an observer had seen."""
 
 
 def states_of(model: GraphModule) -> list[State]:
-    """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back."""
-    kept = []
+    """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back.
+
+    Of sums that are still zero there is none: they may be as large as the model.
+    """
+    kept = list[State]()
     observers = [*observers_of(observer_nodes(model)).values()]
     observers += [observer for _, _, observer in input_observers(model)]
     for observer in {id(o): o for o in observers}.values():
-        if not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
+        if isinstance(observer, SumObserver) and not bool(observer.count.any()):
+            kept.append(observer.clear)
+        elif not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
             guard = guard_of(observer)
             state = {k: copy.deepcopy(v) for k, v in vars(observer).items() if k != "forward"}
-            kept.append((observer, state, None if guard is None else copy.deepcopy(guard.screen)))
+            screen = None if guard is None else copy.deepcopy(guard.screen)
+            kept.append(partial(_put_back, observer, state, screen))
     return kept
+
+
+def _put_back(observer: Any, state: dict[str, Any], screen: Screen | None) -> None:
+    observer.__dict__.update(state)
+    guard = guard_of(observer)
+    if guard is not None and screen is not None:
+        guard.screen = screen
 
 
 def restore(states: Iterable[State]) -> None:
     """Let observers be what they were."""
-    for observer, state, screen in states:
-        observer.__dict__.update(state)
-        guard = guard_of(observer)
-        if guard is not None and screen is not None:
-            guard.screen = screen
+    for put_back in states:
+        put_back()
 
 
 def lint(prepared: GraphModule) -> list[str]:

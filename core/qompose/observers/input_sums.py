@@ -74,7 +74,7 @@ class Means:
         return facts and torch.equal(self.total, other.total)
 
 
-class _SumObserver(nn.Module):
+class SumObserver(nn.Module):
     """An observer that adds up what it sees, on the device where that is."""
 
     _is_impure = True  # nothing reads its result, and it is called for its effect
@@ -96,8 +96,13 @@ class _SumObserver(nn.Module):
     def _add(self, x: Tensor) -> None:
         raise NotImplementedError
 
+    def clear(self) -> None:
+        """Forget what was seen."""
+        for sums in self.buffers():
+            sums.zero_()
 
-class MeanObserver(_SumObserver):
+
+class MeanObserver(SumObserver):
     """Adds up each channel of what it sees.
 
     Args:
@@ -259,7 +264,7 @@ class Moments:
         return sizes
 
 
-class MomentObserver(_SumObserver):
+class MomentObserver(SumObserver):
     """Adds up products of the columns of what it sees.
 
     Args:
@@ -281,10 +286,10 @@ class MomentObserver(_SumObserver):
         self.add(x, example_hashes(x, self.columns.dim))
 
     def add(self, x: Tensor, hashes: Tensor) -> None:
-        """Add up columns of examples, each to the half that its hash, `(N,)`, says."""
+        """Add up columns of examples, each to the half that its hash, `(N,)`, says; in place, being large."""
         if not x.numel():
             return
-        total, count = self.total.clone(), self.count.clone()
+        total, count = self.total, self.count
         for half in (0, 1):
             for some in examples_in_parts(x, hashes, self.columns, half):
                 if self.columns.correlated:
@@ -296,7 +301,6 @@ class MomentObserver(_SumObserver):
                     sums = [rows.sum(0, keepdim=True), rows.square().sum(0, keepdim=True)]
                     total[half] += torch.cat([*sums, signs.T @ rows])
                     count[half] += len(rows)
-        self.total, self.count = total, count
 
     def seen(self) -> Moments:
         """Return what was seen."""

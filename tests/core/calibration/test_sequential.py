@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from tests.core.algorithms.test_gptq import FOUR_BITS, data
+from tests.core.algorithms.test_smoothing import lines
 from tests.core.calibration.test_ranks import together
 from tests.core.live_bytes import LiveBytes
 from tests.core.toy import DYNAMIC, PRODUCTS, STATIC, Model, export, prepare, seeded, toy
@@ -294,20 +295,35 @@ def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == "" and "learning head" in printed.err and "3/3" in printed.err
 
 
-def test_memory_stays_below_three_layers_beside_the_float_model() -> None:
-    """With all integers that were chosen, of layers large beside what is rounded together."""
-    width, layers = 192, 5
-    stack = seeded(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
-    seen = [data(number, 24, width) for number in range(2)]
-    prepared = prepare(export(stack, seen[0]), toy(*PRODUCTS, config=SEQUENTIAL))
-    with (
-        mock.patch.multiple(gptq, MOST_TOGETHER=48, _JUDGED=8, _AT_A_TIME=8 * width),
-        LiveBytes() as live,
-    ):
-        qompose.calibrate(prepared, seen)
-    learned = qompose.statistics(prepared).learned
-    assert learned is not None and len(learned.weights) >= layers - 1
-    assert live.peak < 3 * 4 * width**2
+WIDTH, LAYERS = 192, 2
+
+
+def memory(word: str, together: int) -> list[int]:
+    """The most bytes that calibration takes, and conversion then, of layers large beside what is rounded."""
+    stack = seeded(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
+    seen = [data(number, 24, WIDTH) for number in range(2)]
+    config = replace(MODES["weight-only"], algorithms=(word,))
+    prepared = prepare(export(stack, seen[0]), toy(*PRODUCTS, config=config))
+    with mock.patch.multiple(gptq, MOST_TOGETHER=together, _JUDGED=8, _AT_A_TIME=8 * WIDTH):
+        with LiveBytes() as calibrating:
+            qompose.calibrate(prepared, seen)
+        with LiveBytes() as converting:
+            converted = qompose.convert_pt2e(prepared)
+    assert len(lines(converted, word)[0]) >= LAYERS - 1
+    return [calibrating.peak, converting.peak]
+
+
+@pytest.mark.parametrize("together", [48, 2048])
+def test_memory_stays_below_three_layers_beside_the_float_model(together: int) -> None:
+    """With all integers that were chosen, whether few columns are rounded together or all."""
+    assert max(memory("gptq_sequential", together)) < (3 * 4 + LAYERS) * WIDTH**2
+
+
+def test_second_moments_of_all_layers_are_held_once() -> None:
+    """Calibration adds them up in place, and conversion takes two matrices in float32 and the integers."""
+    calibrating, converting = memory("gptq", 2048)
+    assert calibrating < 4 * WIDTH**2
+    assert converting < (2 * 4 + LAYERS + 2) * WIDTH**2
 
 
 def wide(word: str) -> GraphModule:
