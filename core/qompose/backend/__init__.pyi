@@ -25,6 +25,7 @@ from .interface import (
     draft_of as draft_of,
     operator_of as operator_of,
     stages as stages,
+    stand_for as stand_for,
 )
 from .kernel import (
     ORDER_PRESERVING as ORDER_PRESERVING,

@@ -25,6 +25,7 @@ from qompose.program.meta import (  # public here
     claim_of as claim_of,
     clear_origin as clear_origin,
     operator_of as operator_of,
+    stand_for as stand_for,
 )
 from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpecBase
 
@@ -150,6 +151,14 @@ class Backend:
         tensors belong to the lowered model.
         """
         return graph
+
+    def join_regions(self, graph: GraphModule, target: str) -> None:
+        """Put calls that compute several regions, or what is between them, into a lowered graph, in place.
+
+        `lower` asks every backend that owns claims, when all regions have their kernels. Results may differ
+        by the rounding of floats. The node that stood for the last operator keeps its name and `meta`, and a
+        new one that does the work of a kernel says so by `stand_for`.
+        """
 
     def late_operators(self) -> LateOperators:
         """Return operators that `for_compiler` leaves in a graph until the compiler's own passes are through.

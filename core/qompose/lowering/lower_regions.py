@@ -171,6 +171,9 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     done, fallbacks, left, taken = replace_regions(
         model, record, target, reads_qdq=runtime.reads_qdq
     )
+    for owner, backend in sorted(_owners(record).items()):
+        with blaming(f"backend {owner!r}: join_regions"):
+            backend.join_regions(model, target)
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
@@ -223,7 +226,7 @@ def find_target(name: str, record: Record) -> Target:
     """
     known = _known_targets(record)
     owners = {claim.owner for claim in record.plan.claims}
-    tables = {owner: b for owner, b in record.backends.items() if owner in owners}
+    tables = _owners(record)
     if name not in {*known}.union(*map(_targets, tables.values())):
         close = near_names(str(name), known)
         raise TargetError(
@@ -248,6 +251,12 @@ def find_target(name: str, record: Record) -> Target:
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
+
+
+def _owners(record: Record) -> dict[str, Backend]:
+    """Return the backends that own claims."""
+    owners = {claim.owner for claim in record.plan.claims}
+    return {owner: b for owner, b in record.backends.items() if owner in owners}
 
 
 def _known_targets(record: Record) -> dict[str, Target]:

@@ -171,6 +171,13 @@ CAST_TAG, KERNELS_TAG = "cast", "kernels"
 """Facts of nodes: one converts a float type for a specification; one stands for these claims' regions."""
 
 
+def stand_for(node: Node, replaced: Node) -> None:
+    """Let a node stand for the regions that another stood for, which it replaces, beside its own."""
+    numbers = [*(tag_of(node, KERNELS_TAG) or ()), *(tag_of(replaced, KERNELS_TAG) or ())]
+    if numbers:
+        tag(node, **{KERNELS_TAG: numbers})
+
+
 NAME_TAG = "name"
 """Fact of nodes while a quantizer rewrites their program: what they are called."""
 

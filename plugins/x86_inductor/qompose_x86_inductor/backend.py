@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from qompose_x86_inductor import configs, machine_requirements
-from qompose_x86_inductor.inductor import gemm_template, native_calls
+from qompose_x86_inductor.inductor import gemm_template, native_cache, native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.inductor.late_operators import LATE_OPERATORS
 from qompose_x86_inductor.native import processor
@@ -43,6 +43,10 @@ class X86InductorBackend(Backend):
     def for_compiler(self, graph: GraphModule) -> GraphModule:
         with processor.used_if(self._native_code):
             return with_prepack_in_graph(graph)
+
+    def join_regions(self, graph: GraphModule, target: str) -> None:
+        if target == "torch":
+            native_cache.read_integers(graph)
 
     def late_operators(self) -> LateOperators:
         return LATE_OPERATORS

@@ -13,7 +13,7 @@ import qompose
 import torch
 from qompose import QomposeWarning, UserError
 from qompose.backend import CallSignature, Finished, Kernel, OperatorPattern, Target, stages
-from qompose.errors import ConfigError, NotLoweredError, StageError, TargetError
+from qompose.errors import ConfigError, MemberError, NotLoweredError, StageError, TargetError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -238,3 +238,28 @@ def test_stages_of_a_last_step_are_shown_where_somebody_waits(
     assert "2/2" in capsys.readouterr().err
     qompose.lower(model, "device", progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_backend_may_join_what_lies_between_its_regions() -> None:
+    asked: list[str] = []
+
+    def join(graph: GraphModule, target: str) -> None:
+        asked.append(target)
+        (node,) = graph.graph.find_nodes(op="call_function", target=aten.sigmoid.default)
+        node.target = aten.tanh.default
+
+    program = export(seeded(Model(lambda m, x: m.first(x).sigmoid(), first=nn.Linear(3, 4))), X)
+    plain = qompose.lower(convert(program, toy(LINEAR), X))
+    joined = qompose.lower(convert(program, toy(LINEAR, join_regions=join), X))
+    assert asked == ["torch"]
+    assert torch.allclose(joined(X), torch.logit(plain(X)).tanh(), atol=1e-5)
+    assert qompose.report(joined).rows == qompose.report(plain).rows
+
+
+def test_a_backend_that_fails_to_join_is_named() -> None:
+    def fail(graph: GraphModule, target: str) -> None:
+        raise RuntimeError("out of ideas")
+
+    model = convert(PROGRAM, toy(LINEAR, join_regions=fail), X)
+    with pytest.raises(MemberError, match="join_regions"):
+        qompose.lower(model)

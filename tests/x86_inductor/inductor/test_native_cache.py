@@ -16,7 +16,7 @@ from qompose_x86_inductor import (
 )
 from qompose_x86_inductor.inductor import native_cache, native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
-from qompose_x86_inductor.native import processor
+from qompose_x86_inductor.native import cache_attention, processor
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -88,9 +88,12 @@ def lowered(attend: Attend, size: int = 1) -> GraphModule:
 
 
 def calls(graph: GraphModule) -> int:
-    targets = [node.target for node in with_prepack_in_graph(graph).graph.nodes]
-    found = targets.count(native_cache.attended)
-    assert found == 0 or native_calls.options(graph)["cpp_wrapper"]
+    for form in (graph, with_prepack_in_graph(graph)):
+        targets = [node.target for node in form.graph.nodes]
+        found = targets.count(cache_attention.ATTENTION)
+        assert found == 0 or native_calls.options(graph)["cpp_wrapper"]
+        floats = targets.count(torch.ops.aten.mul_.Tensor)
+        assert floats == (0 if found else 2)
     return found
 
 

@@ -98,8 +98,21 @@ def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> No
     agree(run(library, *(each.tensor for each in guarded), *arguments[5:]), arguments)
 
 
-def test_running_it_uncompiled_says_so() -> None:
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_uncompiled_it_is_the_same(data: st.DataObject) -> None:
+    """In this process, by way of torch's compiler for C++; keys and values have adjacent columns."""
+    arguments = data.draw(calls())
+    agree(cache_attention.ATTENTION(*arguments), arguments)
+
+
+def test_a_model_of_another_type_is_refused() -> None:
+    query, *others = a_call()
+    with pytest.raises(ValueError, match="float64"):
+        cache_attention.ATTENTION(query.double(), *others)
+
+
+def test_without_our_code_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_attention, "_compiled", lambda: None)
     arguments = a_call()
-    with pytest.warns(UserWarning, match="cpp_wrapper"):
-        result = cache_attention.ATTENTION(*arguments)
-    assert torch.equal(result, cache_attention.reference(*arguments))
+    assert torch.equal(cache_attention.ATTENTION(*arguments), cache_attention.reference(*arguments))

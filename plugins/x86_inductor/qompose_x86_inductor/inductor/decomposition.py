@@ -21,12 +21,11 @@ from qompose_x86_inductor.inductor import (
     gemm_template,
     late_operators,
     native_attention,
-    native_cache,
     native_calls,
     native_recurrent,
 )
 from qompose_x86_inductor.inductor.nodes import arguments_of
-from qompose_x86_inductor.native import processor
+from qompose_x86_inductor.native import cache_attention, processor
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall
 from qompose_x86_inductor.operators import (
@@ -57,8 +56,8 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     native_calls.quantize_planes(result)
     packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
-        if (rows := native_cache.found(node)) is not None:
-            native_cache.replace(node, rows)
+        if node.target is cache_attention.ATTENTION and processor.isa() is None:
+            node.target = cache_attention.reference
         elif native_attention.applies_in_float(node):
             native_attention.replace_in_float(node)
         elif _is_ours(node) and not _calls_native(result, node, packed):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replacement of attention to caches of integers by a call of our own C++ that reads them as they are.
 
-Torch's attention wants floats, and for groups of heads a copy of keys and values for each: with 4,096 of them
-that is most of what a token takes. It is for few queries: each reads all of the bytes again.
+It is made when a model is lowered, so uncompiled ones have it too. Torch's attention wants floats, and for
+groups of heads a copy of keys and values for each: with 4,096 of them that is most of what a token takes. The
+C++ is for few queries: each reads all of the bytes again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import math
 from typing import Any, Final, NamedTuple
 
 import torch
+from qompose.backend import stand_for
 from torch import Tensor, fx
 
 from qompose_x86_inductor.inductor import native_attention
 from qompose_x86_inductor.inductor.nodes import arguments_of
 from qompose_x86_inductor.native import cache_attention, processor
-from qompose_x86_inductor.operators.attention import laid_out
 
 aten = torch.ops.aten
 _PASS_ON: Final = {
@@ -53,19 +54,37 @@ def found(node: fx.Node) -> tuple[Rows, Rows] | None:
     return (keys, values) if fits and few else None
 
 
-def replace(node: fx.Node, rows: tuple[Rows, Rows]) -> None:
-    """Let a call for which there are `found` rows compute the same in C++, in place."""
+def read_integers(gm: fx.GraphModule) -> None:
+    """Let attention read caches of integers in C++, in a lowered graph and in place, where it can."""
+    for node in gm.graph.find_nodes(op="call_function", target=native_attention.IN_FLOAT):
+        if (rows := found(node)) is not None:
+            _replace(node, rows)
+
+
+def _replace(node: fx.Node, rows: tuple[Rows, Rows]) -> None:
+    """Let a call for which there are `found` rows compute the same in C++; what only it read is gone."""
     arguments = arguments_of(node)
-    query, scale = arguments["query"], arguments["scale"]
+    query, read = arguments["query"], (arguments["key"], arguments["value"])
+    scale = arguments["scale"]
     scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else float(scale)
     keys, values = rows
     others = (arguments["attn_mask"], bool(arguments["is_causal"]), scale)
-    node.target, node.args, node.kwargs = attended, (query, *keys, *values, *others), {}
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(cache_attention.ATTENTION, (query, *keys, *values, *others))
+    with node.meta["val"].fake_mode:
+        call.meta["val"] = node.meta["val"].transpose(1, 2).contiguous()
+    node.target, node.args, node.kwargs = aten.transpose.int, (call, 1, 2), {}
+    for unread in read:
+        _drop(unread, call)
 
 
-def attended(query: Tensor, *arguments: Any) -> Tensor:
-    """Compute attention of four axes; the result is (B, L, heads, V) with its axes moved."""
-    return laid_out(cache_attention.ATTENTION(query, *arguments), 4)
+def _drop(node: fx.Node, call: fx.Node) -> None:
+    """Erase what gave floats to attention and to nothing else, from its end to the integers."""
+    while not node.users and node.op == "call_function":
+        source: Any = node.args[0]
+        stand_for(call, node)
+        node.graph.erase_node(node)
+        node = source
 
 
 def _rows(node: Any) -> Rows | None:

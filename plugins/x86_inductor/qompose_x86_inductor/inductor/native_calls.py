@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.inductor import native_attention, native_cache, native_recurrent
+from qompose_x86_inductor.inductor import native_attention, native_recurrent
 from qompose_x86_inductor.inductor.buffers import registered
 from qompose_x86_inductor.native import (
     attention,
@@ -138,12 +138,12 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `native`, where a graph may get some."""
     called = {node.target for node in graph.graph.nodes}
     isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
-    layers = {*native_recurrent.OPERATORS}
+    layers = {*native_recurrent.OPERATORS, cache_attention.ATTENTION}
     others = {
         **recurrent.DECLARATIONS, float_attention.ATTENTION: float_attention.DECLARATION,
         cache_attention.ATTENTION: cache_attention.DECLARATION,
     }  # fmt: skip
-    if any(map(_is_attention, graph.graph.nodes)):
+    if any(map(native_attention.applies_in_float, graph.graph.nodes)):
         layers.add(native_attention.IN_FLOAT)
     if native_attention.applies():
         layers.add(native_attention.OPERATOR)
@@ -160,11 +160,6 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     found = {"cpp_wrapper": True, _OPTION: shims, "aot_inductor.metadata": metadata}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
-
-
-def _is_attention(node: fx.Node) -> bool:
-    """Return whether our C++ computes a call of torch's attention."""
-    return native_attention.applies_in_float(node) or native_cache.found(node) is not None
 
 
 def _has_products(graph: fx.GraphModule) -> bool:

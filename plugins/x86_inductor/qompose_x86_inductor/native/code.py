@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+from qompose.errors import QomposeWarning, UserError
 
 from qompose_x86_inductor.native.processor import Isa
 
@@ -54,6 +57,37 @@ def digest(folder: Path) -> str:
     """Return a hash of the C++ headers of a folder."""
     contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+def loaded(text: str, name: str, purpose: str) -> Callable[..., int] | None:
+    """Return a function of C++ for this process; None where QOMPOSE_NATIVE_CODE=0, or it does not compile.
+
+    torch's compiler for C++ compiles it, some seconds, and keeps the result in its cache on disk. A warning
+    says that it does not compile, and for what it would have been.
+
+    Raises:
+        UserError: the variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get("QOMPOSE_NATIVE_CODE", "1")
+    if wanted not in ("0", "1"):
+        raise UserError(
+            f"the environment variable QOMPOSE_NATIVE_CODE must be 0 or 1, got {wanted!r}"
+        )
+    if wanted == "0":
+        return None
+    from torch._inductor.codecache import CppCodeCache
+
+    try:
+        function: Callable[..., int] = getattr(CppCodeCache.load(text, needs_vec_isa=True), name)
+    except Exception as error:  # whatever a compiler, or its absence, raises
+        warnings.warn(
+            f"The C++ kernel of x86_inductor for {purpose} cannot be compiled, so slower "
+            f"torch operators are used instead: {type(error).__name__}: {str(error)[:200]}",
+            QomposeWarning,
+            stacklevel=3,
+        )
+        return None
+    return function
 
 
 def uncompiled(reference: Callable[..., Any]) -> Callable[..., Any]:

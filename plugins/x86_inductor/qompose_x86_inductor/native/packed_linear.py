@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ of packed_linear.h: as a function of this process, and for programs that torch compiles.
 
-It is for any processor, and fast with AVX2 and AVX-512. torch's compiler for C++ compiles it on first use,
-some seconds, and keeps the result in its cache on disk.
+It is for any processor, and fast with AVX2 and AVX-512.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import warnings
 from collections.abc import Callable
 from typing import Final
 
 import torch
-from qompose.errors import QomposeWarning, UserError
 from torch import Tensor
 
 from qompose_x86_inductor.native import code
@@ -50,25 +46,9 @@ def compiled() -> Compute | None:
     Raises:
         UserError: the variable is neither 0 nor 1.
     """
-    wanted = os.environ.get("QOMPOSE_NATIVE_CODE", "1")
-    if wanted not in ("0", "1"):
-        raise UserError(
-            f"the environment variable QOMPOSE_NATIVE_CODE must be 0 or 1, got {wanted!r}"
-        )
-    if wanted == "0":
-        return None
-    from torch._inductor.codecache import CppCodeCache
-
     text = _CODE.format(included=code.included("packed_linear.h"))
-    try:
-        function = CppCodeCache.load(text, needs_vec_isa=True).linear_packed
-    except Exception as error:  # whatever a compiler, or its absence, raises
-        warnings.warn(
-            "The C++ kernel of x86_inductor for packed weights cannot be compiled, so slower "
-            f"torch operators are used instead: {type(error).__name__}: {str(error)[:200]}",
-            QomposeWarning,
-            stacklevel=2,
-        )
+    function = code.loaded(text, "linear_packed", "packed weights")
+    if function is None:
         return None
     return functools.partial(_call, function)
 
