@@ -498,10 +498,10 @@ def check_seen(count: Tensor, size: float) -> None:
     """
     if not bool(count.any()):
         raise NotKnown("its input never saw calibration data")
-    if not bool(count.all()):
-        raise NotChanged("calibration saw too few distinct examples of its input to hold any out")
     if not 0 < size < math.inf:
         raise NotChanged("its input is all zeros or has non-finite values")
+    if not bool(count.all()):
+        raise NotChanged("calibration saw too few distinct examples of its input to hold any out")
 
 
 def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | None:

@@ -135,13 +135,13 @@ class SignRound(Algorithm):
         gain = before / max(best, NOTHING)
         if kept is None or not gain >= _NEEDED:
             raise NotChanged(
-                f"the squared error of {block.name} on held-out calibration data is reduced by "
+                f"the squared error of block {block.name} on held-out calibration data is reduced by "
                 f"only {gain:.4f}x; at least {_NEEDED}x is required"
             )
         for weight, state in zip(weights, kept, strict=True):
             weight.decide(found, state)
         return (
-            f"squared error of {block.name} on held-out calibration data reduced {gain:.2f}x: "
+            f"squared error of block {block.name} on held-out calibration data reduced {gain:.2f}x: "
             f"{before:.3g} before, {begun:.3g} after GPTQ, {best:.3g} after {at} of "
             f"{self.iterations} iterations"
         )
@@ -260,12 +260,12 @@ class _Data:
             NotChanged: it has too few different examples, or its outputs are zero or not finite.
         """
         if not block.outputs:
-            raise NotChanged(f"no operator outside {block.name} reads its float outputs")
+            raise NotChanged(f"no operator outside block {block.name} reads its float outputs")
         wanted = [block.wanted(batch) for batch in range(block.batches)]
         finite = all(bool(value.isfinite().all()) for outputs in wanted for value in outputs)
         parts = block.exchange((finite, [hashes.tolist() for hashes in block.hashes]))
         if not all(finite for finite, _ in parts):
-            raise NotChanged(f"the float outputs of {block.name} have non-finite values")
+            raise NotChanged(f"the float outputs of block {block.name} have non-finite values")
         everywhere = [of_rank for _, of_rank in parts]
         different = sorted(
             {hash_ for of_rank in everywhere for of_batch in of_rank for hash_ in of_batch}
@@ -293,7 +293,9 @@ class _Data:
         )
         power = data.summed(lambda batch: data.squares(batch, None, held_back=False))
         if not bool(power.isfinite().all() & (power > 0).all()):
-            raise NotChanged(f"an output of {block.name} is all zeros, or its squares overflow")
+            raise NotChanged(
+                f"an output of block {block.name} is all zeros, or its squares overflow"
+            )
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:
@@ -340,7 +342,7 @@ class _Data:
         part = self._own_gradients(batch, weights) if rank == self.block.rank else None
         found: list[tuple[Tensor, Tensor]] | None = self.block.exchange(part)[rank]
         if found is None:
-            raise NotChanged(f"the loss on the outputs of {self.block.name} is not finite")
+            raise NotChanged(f"the loss on the outputs of block {self.block.name} is not finite")
         return found
 
     def _own_gradients(

@@ -24,6 +24,7 @@ WORDS = ["awq", "scale_search", "gptq", "gptq_sequential", SignRound(iterations=
 ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "one example": (lambda x: x[:1], "distinct examples"),
     "NaN": (lambda x: x.masked_fill(x > 3, float("nan")), "non-finite"),
+    "NaN alone": (lambda x: x * float("nan"), "non-finite"),
     "zeros": (torch.zeros_like, "zero|distinct examples"),
 }
 
