@@ -198,8 +198,8 @@ def weight_spec(
     if group_size is not None:
         if range != "minmax":
             raise ConfigError(
-                f"weight_range={range!r} cannot be combined with group_size={group_size}; "
-                "only weight_range='minmax' supports groups"
+                f"the range of weights with group_size={group_size} can only be estimated by "
+                f"'minmax', got {range!r}"
             )
         return QuantizationSpec(
             dtype=torch.int8,
