@@ -93,7 +93,8 @@ class FakeQuantize(FakeQuantizeBase, Observer):
 
     Args:
         observer: the observer, its class, or a factory of it; moving averages where there is none.
-        arguments: what that takes.
+        quant_min, quant_max: bounds of the integers, by default those of `dtype`.
+        arguments: what else the observer takes.
 
     Attributes:
         activation_post_process: the observer inside, under the name that this field knows.
@@ -105,7 +106,15 @@ class FakeQuantize(FakeQuantizeBase, Observer):
     looks = False
     activation_post_process: Any
 
-    def __init__(self, observer: Any = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        observer: Any = None,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        bounds = {"quant_min": quant_min, "quant_max": quant_max}
+        arguments |= {name: bound for name, bound in bounds.items() if bound is not None}
         inner = _observer(observer, arguments)
         super().__init__(
             inner.dtype,
@@ -266,14 +275,15 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
 
     Args:
         observer: `MovingAverageMinMaxObserver` or its form per channel; by the scheme where there is none.
-        arguments: what the observer takes.
+        quant_min, quant_max: bounds of the integers, by default those of `dtype`.
+        arguments: what else the observer takes.
 
     Raises:
         ConfigError: the observer has no moving averages.
     """
 
-    def __init__(self, observer: Any = None, **arguments: Any) -> None:
-        super().__init__(observer, **arguments)
+    def __init__(self, observer: Any = None, *bounds: int | None, **arguments: Any) -> None:
+        super().__init__(observer, *bounds, **arguments)
         inner = self.activation_post_process
         if not isinstance(inner, MovingAverageMinMaxObserver):
             raise ConfigError(f"{type(inner).__name__} has no moving averages; use FakeQuantize")
@@ -313,6 +323,12 @@ class FixedQParamsFakeQuantize(FakeQuantize):
 
 def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
     if isinstance(given, Observer):
+        for name, value in arguments.items():
+            if (own := getattr(given, name, value)) != value:
+                raise ConfigError(
+                    f"{name}={value!r}, but the observer, {type(given).__name__}, has {own!r}; "
+                    "give it to the observer instead"
+                )
         return given
     if given is None:
         per_channel = arguments.get("qscheme") in PER_CHANNEL
@@ -372,8 +388,9 @@ class LearnableFakeQuantize(FakeQuantize):
 
     Args:
         observer: gives the first values; by default the extremes.
+        quant_min, quant_max: bounds of the integers, by default those of `dtype`.
         use_grad_scaling: False leaves that last factor out.
-        arguments: what the observer takes.
+        arguments: what else the observer takes.
 
     Attributes:
         scale, zero_point: parameters of shape `()`, or `(C,)` once the tensor's shape is known; the zero
@@ -388,12 +405,17 @@ class LearnableFakeQuantize(FakeQuantize):
     zero_point: Tensor
 
     def __init__(
-        self, observer: Any = None, *, use_grad_scaling: bool = True, **arguments: Any
+        self,
+        observer: Any = None,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        use_grad_scaling: bool = True,
+        **arguments: Any,
     ) -> None:
         if observer is None:
             per_channel = arguments.get("qscheme") in PER_CHANNEL
             observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
-        super().__init__(observer, **arguments)
+        super().__init__(observer, quant_min, quant_max, **arguments)
         blocks = getattr(self.activation_post_process, "block_size", None) is not None
         if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
             given = (
@@ -424,6 +446,11 @@ class LearnableFakeQuantize(FakeQuantize):
     def disable_range_learning(self) -> None:
         """Keep scale and zero point as they are."""
         self.enable_range_learning(False)
+
+    @property
+    def learning_enabled(self) -> Tensor:
+        """Return whether scale and zero point are learned: uint8 of shape `(1,)`, as other switches."""
+        return torch.tensor([self.scale.requires_grad], dtype=torch.uint8)
 
     def size_for(self, shape: torch.Size) -> None:
         """Give the parameters the size of a tensor's channels."""

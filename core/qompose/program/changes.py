@@ -301,7 +301,7 @@ class _Part:
     codegen: Any
     inputs: list[tuple[str, Any]]
     output: str
-    returned: int
+    returned: Any
     reads: list[tuple[str, str, Any]]
     targets: dict[str, object]
     bodies: dict[tuple[str, int], tuple[str, str, _Part]] = field(default_factory=dict)
@@ -324,7 +324,8 @@ class KeptNames:
         """Return what was made of the program with the names that the program had, and the marks taken away.
 
         Nodes that were there keep their names. Of those that are made of one operator, and bear its name, the
-        last gets that, if it calls the same; other names are new, and none is in `known`.
+        last gets that, if it calls the same; other names are new, and none is in `known`. A graph made by
+        `Graph.graph_copy`, which copies no output, returns what the program returned.
 
         Raises:
             SignatureError: the inputs or the outputs are not those of the program.
@@ -341,10 +342,12 @@ class KeptNames:
         if len(inputs) != len(part.inputs):
             raise SignatureError(f"found {len(inputs)} inputs, expected {len(part.inputs)}")
         if not graph.find_nodes(op="output"):
-            raise SignatureError("it has no output node")
-        returned = len(pytree.tree_leaves(graph.output_node().args[0]))
-        if returned != part.returned:
-            raise SignatureError(f"it returns {returned} outputs, expected {part.returned}")
+            _return_again(part, graph)
+        returned, expected = (
+            len(pytree.tree_leaves(v)) for v in (graph.output_node().args[0], part.returned)
+        )
+        if returned != expected:
+            raise SignatureError(f"it returns {returned} outputs, expected {expected}")
         names = {graph.output_node(): part.output}
         for node, (name, target) in zip(inputs, part.inputs, strict=True):
             names[node], node.target = name, target
@@ -429,6 +432,20 @@ class KeptNames:
         return free
 
 
+def _return_again(part: _Part, graph: Graph) -> None:
+    """Let a graph without an output node return the values that the program returned."""
+    standing = {tag_of(node, NAME_TAG): node for node in graph.nodes}
+
+    def found(leaf: Any) -> Any:
+        if not isinstance(leaf, _Reference):
+            return leaf
+        if leaf.name not in standing:
+            raise SignatureError(f"it has no output node, and no {leaf.name} to return")
+        return standing[leaf.name]
+
+    graph.output(pytree.tree_map(found, part.returned))
+
+
 def _numbered(name: str) -> Iterator[str]:
     yield name
     yield from (f"{name}_{number}" for number in count(1))
@@ -449,7 +466,7 @@ def _part(program: GraphModule) -> _Part:
         codegen=graph._codegen,
         inputs=[(node.name, node.target) for node in graph.find_nodes(op="placeholder")],
         output=end.name,
-        returned=len(pytree.tree_leaves(end.args[0])),
+        returned=pytree.tree_map_only(Node, lambda node: _Reference(node.name), end.args[0]),
         reads=[
             (node.name, str(node.target), get_attribute(program, str(node.target)))
             for node in graph.nodes

@@ -82,7 +82,9 @@ class Quantizer(ABC):
         """Reset what hooks share; the engine calls this before the first of them."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Rewrite a copy of the program before it is annotated.
+        """Rewrite a copy of the program before it is annotated, in place or as a new module.
+
+        A graph without an output node, as `Graph.graph_copy` makes them, returns what the program returned.
 
         The default is for other engines: it applies the `rewrites` that claims cover. qompose's engine
         applies those itself and calls only overrides.

@@ -19,6 +19,7 @@ from qompose.observers import (
     HistogramObserver,
     LearnableFakeQuantize,
     MinMaxObserver,
+    MovingAverageMinMaxObserver,
     PerBlockMinMaxObserver,
     PerChannelHistogramObserver,
     PerChannelMinMaxObserver,
@@ -388,3 +389,22 @@ def test_learning_is_switched_off_and_on(scheme: torch.qscheme) -> None:
             parameter.grad = None
         model(x).square().sum().backward()
         assert [parameter.grad is not None for parameter in learned] == [on] * len(learned)
+        assert made.learning_enabled.tolist() == [on]
+
+
+@pytest.mark.parametrize(
+    "kind", [FakeQuantize, FusedMovingAvgObsFakeQuantize, LearnableFakeQuantize]
+)
+def test_bounds_are_taken_by_position_as_in_torch(kind: Any) -> None:
+    """After the observer: its class, a factory or an observer that has them itself."""
+    for observer in (None, MovingAverageMinMaxObserver):
+        made = kind(observer, -8, 7, **SYMMETRIC)
+        inner = made.activation_post_process
+        assert (made.quant_min, made.quant_max) == (inner.quant_min, inner.quant_max) == (-8, 7)
+    assert kind(inner, -8, 7).activation_post_process is inner
+    with pytest.raises(ConfigError):
+        kind(inner, -8, 3)
+
+
+def test_whether_gradients_are_scaled_comes_behind_the_bounds() -> None:
+    assert not LearnableFakeQuantize(MinMaxObserver, 0, 7, False).use_grad_scaling

@@ -12,7 +12,7 @@ import torch
 from qompose import UserError
 from qompose.errors import MemberError
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from tests.core.quantizer.interop.foreign import Foreign, acting, aten, calls, like, names, rebuilt
 from tests.core.quantizer.interop.gallery import (
@@ -92,6 +92,32 @@ class TestTransforms:
         assert one.groups == other.groups
         assert not plan_of(renamed).rewrites
         assert renamed.state_dict().keys() == plain.state_dict().keys()
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["whole", "without what is returned"])
+    def test_a_graph_without_output_returns_what_the_program_returned(self, whole: bool) -> None:
+        """`Graph.graph_copy` copies no output."""
+
+        def swap(graph: Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=SILU):
+                node.target = aten.tanh.default
+
+        class Copying(Foreign):
+            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+                graph = Graph()
+                graph.graph_copy(model.graph, {})
+                swap(graph)
+                if not whole:
+                    graph.erase_node([*graph.nodes][-1])
+                return GraphModule(model, graph)
+
+        if whole:
+            prepared = prepare(PROGRAM, qompose.compose(Copying()))
+            swap((expected := PROGRAM.module()).graph)
+            expected.recompile()
+            torch.testing.assert_close(prepared(X), expected(X))
+        else:
+            with pytest.raises(UserError, match=r"tests\.Copying: transform_for_annotation"):
+                prepare(PROGRAM, qompose.compose(Copying()))
 
     @pytest.mark.parametrize("harm", [an_input_is_gone, two_outputs])
     def test_a_program_of_another_signature_is_refused(self, harm: Any) -> None:
