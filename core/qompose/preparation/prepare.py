@@ -62,7 +62,7 @@ from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
 from qompose.spec.quantization_spec import EdgeOrNode
-from qompose.training.qat_conv_bn import training_form
+from qompose.training.qat_conv_bn import norms_behind, training_form
 from qompose.training.train_eval import evaluation_form
 
 
@@ -286,6 +286,9 @@ def _observe(
         groups = tuple(replace(group, balance=None) for group in groups)
     insert_observers(working, plan.claims, groups, quantizer, simulate=trains)
     notes = training_form(working, exported, plan.rewrites) if trains else []
+    if trains:  # modules stand where annotated operators and parameters were
+        clear_annotations(working)
+        write_annotations(working, plan.claims, norms_behind(working))
     run_observed_in_python(working)
     name_apart(working)  # observers were added, in bodies too
     return notes

@@ -348,21 +348,31 @@ def _two_weights(region: Sequence[Node], other: Sequence[Node]) -> bool:
     )
 
 
-def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
-    """Write claims to `node.meta`, as annotations that other tools of this field read."""
+def write_annotations(
+    model: GraphModule, claims: Iterable[Claim], behind: Mapping[Node, Node] | None = None
+) -> None:
+    """Write claims to `node.meta`, as annotations that other tools of this field read.
+
+    Args:
+        behind: products whose batch norms are taken apart for training, each with the one that gives its
+            value now, and reads what the product no longer does: the bias.
+    """
     nodes = {node.name: node for node in nodes_in(model)}
+    behind = behind or {}
     for claim in claims:
         for name in claim.nodes:
-            _annotation(nodes[name])._annotated = True
-            vars(_annotation(nodes[name])).update(nodes[name].meta.get(ANNOTATION_FACTS, {}))
+            for node in (nodes[name], *_following(nodes[name], behind)):
+                _annotation(node)._annotated = True
+                vars(_annotation(node)).update(node.meta.get(ANNOTATION_FACTS, {}))
         for spec in claim.specs:
-            holder = _annotation(nodes[spec.point.holder])
+            place = _place(spec.point, nodes, behind)
+            written = _with_nodes(spec, nodes, behind)
+            holder = _annotation(place[1] if isinstance(place, tuple) else place)
             holder.allow_implicit_sharing = spec.allow_implicit_sharing
-            written = _with_nodes(spec, nodes)
-            if spec.point.user is None:
-                holder.output_qspec = written
+            if isinstance(place, tuple):
+                holder.input_qspec_map[place[0]] = written
             else:
-                holder.input_qspec_map[nodes[spec.point.source]] = written
+                holder.output_qspec = written
 
 
 def _annotation(node: Node) -> Any:
@@ -370,12 +380,27 @@ def _annotation(node: Node) -> Any:
     return node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
 
 
-def _with_nodes(spec: PointSpec, nodes: dict[str, Node]) -> QuantizationSpecBase:
+def _following(node: Node, behind: Mapping[Node, Node]) -> list[Node]:
+    return [behind[node]] if node in behind else []
+
+
+def _place(point: Point, nodes: Mapping[str, Node], behind: Mapping[Node, Node]) -> EdgeOrNode:
+    """Return the node, or the edge, of a point; `behind` as in `write_annotations`."""
+    source = nodes[point.source]
+    if point.user is None:
+        return behind.get(source, source)
+    user = nodes[point.user]
+    read = {node for given in user.all_input_nodes for node in (given, *given.all_input_nodes)}
+    if user in behind and source not in read:
+        user = behind[user]
+    return behind.get(source, source), user
+
+
+def _with_nodes(
+    spec: PointSpec, nodes: Mapping[str, Node], behind: Mapping[Node, Node]
+) -> QuantizationSpecBase:
     """Return a specification whose references are nodes of this graph."""
-    places: list[EdgeOrNode] = [
-        nodes[p.source] if p.user is None else (nodes[p.source], nodes[p.user])
-        for p in spec.references
-    ]
+    places = [_place(point, nodes, behind) for point in spec.references]
     if isinstance(spec.spec, SharedQuantizationSpec):
         return SharedQuantizationSpec(places[0])
     if isinstance(spec.spec, DerivedQuantizationSpec):

@@ -183,6 +183,16 @@ def _unfold(producer: Node, before: Node, norm: Node) -> None:
     behind.args = operands
 
 
+def norms_behind(model: GraphModule) -> dict[Node, Node]:
+    """Return the products whose batch norms are taken apart, each with the call of its batch norm."""
+    return {
+        node.all_input_nodes[0]: node
+        for node in nodes_in(model)
+        if node.op == "call_module"
+        and isinstance(get_attribute(owner_of(node), str(node.target)), FusedBatchNorm)
+    }
+
+
 class Unfolded:
     """A program as engines that fold in training alone show it to quantizers: each batch norm in its place.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import export
 from torch.fx import GraphModule, Node
 
-from tests.core.qat import ACTIVATION
+from tests.core.qat import ACTIVATION, batch_for, product_model, product_quantizer
 from tests.core.toy import annotate
 
 aten = torch.ops.aten
@@ -128,6 +128,40 @@ def test_what_is_said_of_a_batch_norm_is_of_what_it_is_folded_into(quantizer: An
     assert len(shared) == 1
     with torch.no_grad():
         assert (prepared(X) - converted(X)).abs().max() <= shared.pop()[0] * 1.001
+
+
+def places_of(spec: Any) -> list[Any]:
+    """Nodes and edges that a specification refers to."""
+    if isinstance(spec, SharedQuantizationSpec):
+        return [spec.edge_or_node]
+    return list(spec.derived_from) if isinstance(spec, DerivedQuantizationSpec) else []
+
+
+@pytest.mark.parametrize("kind", ["two branches", "dropout between products"])
+def test_annotations_are_of_what_is_trained(kind: str) -> None:
+    """They name what is in the prepared graph and is read there; outputs they speak of are observed."""
+    if kind == "two branches":
+        program, quantizer = export(TwoBranches(), (X,)), Native()
+    else:
+        model = product_model("conv2d", "relu", bias=True).train()
+        program, quantizer = export(model, (batch_for("conv2d"),)), product_quantizer()
+    prepared = qompose.prepare_qat_pt2e(program, quantizer)
+    nodes = [*prepared.graph.nodes]
+    read = {
+        (source, node)
+        for node in nodes
+        for given in node.all_input_nodes
+        for source in (given, *given.all_input_nodes)  # an observer lies between
+    }
+    annotated = [(node, node.meta[ANNOTATION_KEY]) for node in nodes if ANNOTATION_KEY in node.meta]
+    named = [(source, node) for node, said in annotated for source in said.input_qspec_map]
+    for _, said in annotated:
+        named += [p for s in said.input_qspec_map.values() for p in places_of(s)]
+        named += places_of(said.output_qspec)
+    assert len(annotated) >= 5 and set(named) <= {*nodes, *read}
+    told = {node for node, said in annotated if said.output_qspec is not None}
+    observed = {n.args[0] for n in nodes if "activation_post_process" in str(n.target)}
+    assert told and told <= observed
 
 
 def annotate_as_seen(model: GraphModule) -> None:
