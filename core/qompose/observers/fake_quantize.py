@@ -282,8 +282,14 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
         ConfigError: the observer has no moving averages.
     """
 
-    def __init__(self, observer: Any = None, *bounds: int | None, **arguments: Any) -> None:
-        super().__init__(observer, *bounds, **arguments)
+    def __init__(
+        self,
+        observer: Any = None,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(observer, quant_min, quant_max, **arguments)
         inner = self.activation_post_process
         if not isinstance(inner, MovingAverageMinMaxObserver):
             raise ConfigError(f"{type(inner).__name__} has no moving averages; use FakeQuantize")
