@@ -324,6 +324,9 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
     "an index that leads elsewhere": lambda path: (
         path / "model.safetensors.index.json"
     ).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}})),
+    "an index that does not agree": lambda path: (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors"}})
+    ),
     "several files": lambda path: [
         (path / "model.safetensors").rename(path / "a.safetensors"),
         (path / "b.safetensors").write_bytes(b""),

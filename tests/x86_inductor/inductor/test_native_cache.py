@@ -117,6 +117,14 @@ def test_without_our_code_it_is_torchs() -> None:
     assert calls(lowered(grouped)) == 0
 
 
+def test_lowered_with_our_code_and_compiled_without_it_is_torchs() -> None:
+    graph = lowered(expanded)
+    with processor.used_if(False):
+        plain = with_prepack_in_graph(graph)
+    assert cache_attention.ATTENTION not in {node.target for node in plain.graph.nodes}
+    assert sqnr(graph(*given(0, 1)), plain(*given(0, 1))) > 60
+
+
 @pytest.mark.parametrize("mode", ["package", pytest.param("default", marks=pytest.mark.full)])
 def test_compiled(mode: str) -> None:
     model = lowered(expanded)
