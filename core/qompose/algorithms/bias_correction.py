@@ -8,8 +8,7 @@ strides and groups count as they do. The rounding of activations is without bias
 
 Means of padding say nothing of words. So the correction is judged on the rows that the observer of the input
 keeps (`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
-the examples on the other; not only because padding, of which there is most, has less. Where no rows are kept
-it is made if a configuration asks for it by word.
+the examples on the other. Where no rows are kept it is made if a configuration asks for it by word.
 """
 
 from __future__ import annotations
@@ -155,11 +154,7 @@ class _Correction:
 
 
 def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
-    """Return how many times smaller the error becomes, at least.
-
-    By a mean, and on rows held back; with all rows as often as they were seen, and with those of each size
-    counting alike. Of texts of one word nearly all rows are padding, and what is good for it cost other
-    texts 1 dB.
+    """Return how many times smaller the error becomes, at least: by a mean, and on rows held back.
 
     Args:
         rounding: what it takes from the weight, summed over taps, `(groups, outputs, C / groups)`.
@@ -167,10 +162,6 @@ def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
     """
     rounding, rows = rounding.float(), replace(rows, noise=0.0)
     mean = mean.to(rows.rows).view(len(rows.rows), 1, -1)
-    return min(_gain_of(each, rounding, mean) for each in (rows, rows.leveled()))
-
-
-def _gain_of(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
     first, second = rows.halves()
     known = rows.shifted(mean).error(rounding)
     held_back = [

@@ -272,14 +272,12 @@ class InputRows(Inputs):
         weights: for how many rows each stands, over the squared size of what the product makes of it, `(N,)`
             (`qompose.observers.auto_range`).
         half: which of them are of the examples of the second half, `(N,)`.
-        strata: how large each is (`qompose.observers.row_sample`), `(N,)`.
         noise: the mean square of what the rounding of a value adds to it.
     """
 
     rows: Tensor
     weights: Tensor
     half: Tensor
-    strata: Tensor
     noise: float
 
     @property
@@ -295,22 +293,10 @@ class InputRows(Inputs):
     def halves(self) -> tuple[InputRows, InputRows]:
         """Return the rows of both halves of the examples."""
         first, second = (
-            replace(
-                self,
-                rows=self.rows[:, which],
-                weights=self.weights[which],
-                half=self.half[which],
-                strata=self.strata[which],
-            )
+            replace(self, rows=self.rows[:, which], weights=self.weights[which])
             for which in (~self.half, self.half)
         )
         return first, second
-
-    def leveled(self) -> InputRows:
-        """Return the rows with weights by which those of each size count as much as those of any other."""
-        _, of_row = torch.unique(self.strata, return_inverse=True)
-        totals = torch.zeros_like(self.weights).index_add(0, of_row, self.weights)
-        return replace(self, weights=self.weights / totals[of_row])
 
     def mean(self) -> Tensor:
         """Return the weighted mean, `(groups, 1, C / groups)`."""
@@ -668,8 +654,7 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     weights = sample.weights.to(rows.device, torch.float32)
     grouped = rows.reshape(len(rows), reader.groups, -1).transpose(0, 1)
     against, half = measured_against(sizes, weights), sample.half.to(rows.device)
-    strata = sample.strata.to(rows.device)
-    return InputRows(grouped, weights / against, half, strata, float(q.scale) ** 2 / 12)
+    return InputRows(grouped, weights / against, half, float(q.scale) ** 2 / 12)
 
 
 def _sample(observer: Any, dim: int) -> RowSample:

@@ -91,11 +91,6 @@ class RowSample:
         return torch.tensor([counts[s] / kept[s] for s in strata], dtype=torch.float64)
 
     @property
-    def strata(self) -> Tensor:
-        """Return the stratum of each row, `(N,)`."""
-        return self.order[:, _STRATUM]
-
-    @property
     def half(self) -> Tensor:
         """Return whether each row belongs to the half of all examples that judges, `(N,)`."""
         return self.order[:, _EXAMPLE] & 1 == 1

@@ -98,34 +98,27 @@ LAYERS: dict[str, Callable[[bool], nn.Module]] = {
 }
 
 
-def padded(part: float, seed: int, noise: float = 0.0) -> Tensor:
-    """Texts of 32 words, of which a part of all are the same padding, or nearly so and unlike words."""
+def padded(part: float, seed: int) -> Tensor:
+    """Texts of 32 words, of which a part of all are the same padding."""
     generator = torch.Generator().manual_seed(seed)
     padding = 2 * torch.randn(64, generator=torch.Generator().manual_seed(-1))
     words = torch.randn(16, 32, 64, generator=generator) + torch.linspace(0, 2, 64)
-    if noise:
-        other = noise * torch.randn(words.shape, generator=generator)
-        padding = other - torch.linspace(0, 1, 64)
     return words.where(torch.rand(16, 32, 1, generator=generator) >= part, padding)
 
 
-@pytest.mark.parametrize(
-    ("part", "noise", "made"),
-    [(0.0, 0.0, True), (0.9, 0.0, False), (0.95, 0.1, False)],
-    ids=["words", "padding", "padding of many forms"],
-)
+@pytest.mark.parametrize(("part", "made"), [(0.0, True), (0.9, False)], ids=["words", "padding"])
 @pytest.mark.parametrize("algorithms", [None, ("bias_correction",)], ids=["by itself", "asked for"])
 def test_where_rows_are_kept_they_judge(
-    part: float, noise: float, made: bool, algorithms: tuple[str, ...] | None
+    part: float, made: bool, algorithms: tuple[str, ...] | None
 ) -> None:
     """What padding shifts the means by is nothing that words want taken off."""
     model = toys.seeded(nn.Linear(64, 64)).eval()
     auto = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
-    program, found = export(model, padded(part, 0, noise)), {}
+    program, found = export(model, padded(part, 0)), {}
     for config in (PLAIN, replace(PLAIN, algorithms=algorithms)):
         prepared = prepare(program, toy(*RULES, config=replace(config, input_activation=auto)))
         for seed in range(4):
-            prepared(padded(part, seed, noise))
+            prepared(padded(part, seed))
         found[config.algorithms] = qompose.convert_pt2e(prepared)
     report = qompose.report(found[algorithms])
     assert any(line.startswith("bias_correction") for line in report.rewrites) == made

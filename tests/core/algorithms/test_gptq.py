@@ -237,8 +237,7 @@ def rounded(tried: _Rounding, rows: InputRows) -> Tensor:
 
 
 def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
-    half, strata = torch.arange(len(rows)) % 2 == 0, torch.zeros(len(rows), dtype=torch.int64)
-    return InputRows(rows[None], torch.ones(len(rows)), half, strata, noise)
+    return InputRows(rows[None], torch.ones(len(rows)), torch.arange(len(rows)) % 2 == 0, noise)
 
 
 @given(st.integers(0, 1000), st.integers(2, 80))
