@@ -9,6 +9,7 @@ from qompose_x86_inductor.backend import X86InductorBackend, X86InductorQuantize
 from qompose_x86_inductor.configs import (
     get_default_x86_inductor_quantization_config,
     get_x86_inductor_linear_dynamic_fp16_config,
+    get_x86_inductor_linear_float8_config,
 )
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "X86InductorQuantizer",
     "get_default_x86_inductor_quantization_config",
     "get_x86_inductor_linear_dynamic_fp16_config",
+    "get_x86_inductor_linear_float8_config",
     "qompose_backend",
 ]
 

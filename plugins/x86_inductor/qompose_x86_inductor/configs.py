@@ -7,9 +7,10 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
 from qompose.backend import kit
 from qompose.errors import ConfigError
-from qompose.observers import PlaceholderObserver
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
 
 from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.operators.linear_float8 import DTYPES
 from qompose_x86_inductor.operators.linear_packed import GROUP_SIZES
 
 ATTENTION = "attention"
@@ -155,6 +156,33 @@ def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
     return QuantizationConfig(None, None, weight, None, name="weight-only float16")
 
 
+def get_x86_inductor_linear_float8_config(
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> QuantizationConfig:
+    """Return float8 activations per tensor, static, and float8 weights per output channel, for linears.
+
+    Weights take a byte each. The arithmetic is torch's, which is slower than float32 on processors without
+    AMX, and less exact than int8: the configuration is for models that are to run in float8 elsewhere.
+
+    Args:
+        dtype: torch.float8_e4m3fn, or float8_e5m2 with a bit less of precision.
+
+    Raises:
+        ConfigError: another `dtype`.
+    """
+    if dtype not in DTYPES:
+        known = " or ".join(map(str, DTYPES))
+        raise ConfigError(f"dtype must be {known}, got {dtype!r}")
+    activation = QuantizationSpec(dtype, MinMaxObserver, qscheme=torch.per_tensor_symmetric)
+    weight = QuantizationSpec(
+        dtype, PerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric, ch_axis=0
+    )
+    name = f"static {str(dtype).removeprefix('torch.')}"
+    return QuantizationConfig(
+        activation, None, weight, None, name=name, balance=False, algorithms=()
+    )
+
+
 def _check(reduce_range: bool, weight_only: bool, per_token: bool, isa: str | None) -> None:
     kit.check_booleans(reduce_range=reduce_range, weight_only=weight_only, per_token=per_token)
     if reduce_range and (weight_only or per_token):
@@ -182,4 +210,5 @@ def named() -> dict[str, QuantizationConfig]:
         make(weight_only=True, group_size=32, symmetric=True),
         make(weight_only=True, group_size=128),
         get_x86_inductor_linear_dynamic_fp16_config(),
+        get_x86_inductor_linear_float8_config(),
     )

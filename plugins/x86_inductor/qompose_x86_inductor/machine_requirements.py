@@ -14,6 +14,7 @@ from qompose.backend import RuleUse
 from qompose.spec import QuantizationSpecBase
 
 from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.operators.linear_float8 import DTYPES
 
 ISA: Final = "isa"
 EXACT: Final = "vnni"
@@ -23,12 +24,16 @@ ANY: Final = "avx2"
 def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
     """Return what `Backend.requirements` does: {"isa": "vnni"} or {"isa": "avx2"}, nothing without products.
 
-    Weights of `linear_packed` require nothing: it is exact on every processor.
+    Weights of `linear_packed` require nothing: it is exact on every processor. Nor does float8, whose
+    sums are floats.
     """
     weights = [
         use.specs["weight"]
         for use in uses
-        if "weight" in use.specs and use.mode != "weight-only" and not _is_by_row(use)
+        if "weight" in use.specs
+        and use.mode != "weight-only"
+        and not _is_by_row(use)
+        and getattr(use.specs["weight"], "dtype", None) not in DTYPES
     ]
     if not weights:
         return {}

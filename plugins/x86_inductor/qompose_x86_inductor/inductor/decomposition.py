@@ -34,6 +34,7 @@ from qompose_x86_inductor.operators import (
     elementwise,
     linear,
     linear_dynamic,
+    linear_float8,
     linear_packed,
     linear_weight_only,
     pooling,
@@ -73,6 +74,7 @@ _DECOMPOSITIONS: Final[dict[Any, Callable[..., Any]]] = {
     _OPS.linear_add.default: linear.linear_add_in_graph,
     _OPS.quantize_dynamic.default: linear_dynamic.quantize_in_graph,
     _OPS.linear_dynamic.default: linear_dynamic.linear_in_graph,
+    _OPS.linear_float8.default: linear_float8.float8_in_graph,
     _OPS.linear_packed.default: linear_packed.reference,
     _OPS.linear_float16_weight.default: linear_weight_only.float16_weight_in_graph,
     _OPS.conv2d.default: conv2d.conv2d_in_graph,
@@ -118,6 +120,8 @@ def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
             if not templated:
                 zeros = gm.graph.call_function(gemm_template.computed_zeros, (zeros,))
             extra["zero_points"] = zeros
+    if "scaled_mm" in parameters:
+        extra["scaled_mm"] = linear_float8.has_scaled_mm()
     if "pack_shape" in parameters:
         extra["pack_shape"] = _pack_shape(arguments["x"])
     node.target, node.args, node.kwargs = decomposition, (*arguments.values(),), extra

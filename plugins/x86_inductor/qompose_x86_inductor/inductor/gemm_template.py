@@ -54,7 +54,7 @@ _OTHER_PRODUCTS: Final = frozenset(
     {
         _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot,
         _aten._trilinear, _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
-        _OPS.linear_packed, _OPS.linear_float16_weight,
+        _aten._scaled_mm, _OPS.linear_float8, _OPS.linear_packed, _OPS.linear_float16_weight,
     }
 )  # fmt: skip
 """Other products: `OPTIONS` would change their code, or Inductor would find no template for them and fail."""

@@ -36,6 +36,7 @@ from qompose_x86_inductor.operators import (
     elementwise,
     linear,
     linear_dynamic as _linear_dynamic,  # noqa: F401 - registers
+    linear_float8 as _linear_float8,  # noqa: F401 - registers
     linear_packed as _linear_packed,  # noqa: F401 - registers
     linear_weight_only as _linear_weight_only,  # noqa: F401 - registers
     pooling,
