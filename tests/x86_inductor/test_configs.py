@@ -194,7 +194,7 @@ class TestWhatExcludesWhat:
             ("group_size=32", {"group_size": 32}), ("group_size=32", {"group_size": 32, "is_dynamic": True}),
             ("48", {"group_size": 48, **WEIGHT_ONLY}), ("widest", {**WEIGHT_ONLY, "range": "widest"}),
             ("weight_range .*'widest'", {"weight_range": "widest"}),
-            ("weight_range='mse'", {**WEIGHT_ONLY, "group_size": 32, "weight_range": "mse"}),
+            ("group_size=32.*'mse'", {**WEIGHT_ONLY, "group_size": 32, "weight_range": "mse"}),
             ("'neon'", {"isa": "neon"}), ("avx2", {"isa": ["avx2"]}), ("isa .*2", {"isa": 2}),
             ("group_size .*'32'", {**WEIGHT_ONLY, "group_size": "32"}),
             (r"group_size .*32\.0", {**WEIGHT_ONLY, "group_size": 32.0}),
