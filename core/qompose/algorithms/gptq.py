@@ -41,6 +41,7 @@ from qompose.algorithms.products import (
     NotChanged,
     Operands,
     change_products,
+    check_own_integers,
     check_own_scales,
     columns_of,
     in_stripes,
@@ -171,6 +172,7 @@ class GPTQ(Algorithm):
         Raises:
             NotChanged: those next to its values stay.
         """
+        check_own_integers(found, product)
         _, q = weight_group(found, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")

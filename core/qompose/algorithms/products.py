@@ -569,9 +569,12 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
     """Check that integers of a product's weight can be chosen, for it alone.
 
     Raises:
-        NotChanged: it is not quantized, another algorithm has decided, or other operators read it too.
+        NotChanged: it is not quantized, or to float8; another algorithm has decided, or other operators read
+            it too.
     """
-    number, _ = weight_group(found, product)
+    number, q = weight_group(found, product)
+    if q.dtype.is_floating_point:
+        raise NotChanged(f"{product.weight.target} is stored as {q.dtype}, which has no integers")
     if number in found.integers:
         raise NotChanged("another algorithm has already chosen the integers of its weight")
     if len(found.plan.groups[number].points) > 1:

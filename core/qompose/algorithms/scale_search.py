@@ -86,6 +86,8 @@ class ScaleSearch(Algorithm):
         claims = [plan.claims[claim] for claim in plan.groups[number].claims]
         if constant_of(weight) is None or not all(map(self.is_wanted, claims)):
             return None
+        if q.dtype.is_floating_point:  # `correct` says so
+            return None
         asked = any(map(self.is_asked, claims))
         try:
             check_own_scales(found, number)
@@ -102,7 +104,7 @@ class ScaleSearch(Algorithm):
         return chosen
 
     def correct(self, found: Calibrated) -> None:
-        """Say which weights that were asked for have no scale."""
+        """Say which weights that were asked for are floats, whose range is not searched."""
         plan = found.plan
         for group in plan.groups:
             dtype = getattr(group.spec, "dtype", None)
@@ -114,7 +116,7 @@ class ScaleSearch(Algorithm):
                 and dtype.is_floating_point
                 and constant_of(weight) is not None
             ):
-                reason = f"it is stored as {dtype}, which has no scale"
+                reason = f"it is stored as {dtype}, whose steps are not equal"
                 found.refused.append(f"{self.word} was not applied to {weight.target}: {reason}")
 
 
