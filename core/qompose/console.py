@@ -209,7 +209,10 @@ def _cell(cell: object) -> str:
 
 def on_terminal(progress: bool | None) -> bool:
     """Return whether to show a bar; None leaves it to whether a person is looking."""
-    return sys.stderr.isatty() if progress is None else progress
+    if progress is not None:
+        return progress
+    asks = getattr(sys.stderr, "isatty", None)  # there may be no stderr, or a program's own object
+    return asks is not None and bool(asks())
 
 
 def progress_bar(shown: bool, *, elapsed: bool = False) -> Progress:

@@ -344,6 +344,11 @@ def _index_of_another_folder(folder: Path) -> Path:
     return folder
 
 
+def _index_of_a_folder(folder: Path) -> Path:
+    (folder / disk.INDEX).write_text('{"weight_map": {"a": ""}}')
+    return folder
+
+
 def _placed_elsewhere(folder: Path, places: dict[str, str]) -> str:
     name, file = next(iter(places.items()))
     places[name] = next(other for other in places.values() if other != file)
@@ -394,7 +399,8 @@ def test_a_file_of_the_index_that_is_missing_is_named(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "spoil", [_cut_off, _no_checkpoint, _no_index, _index_of_another_folder, _two_files]
+    "spoil",
+    [_cut_off, _no_checkpoint, _no_index, _index_of_another_folder, _index_of_a_folder, _two_files],
 )
 def test_what_is_no_checkpoint_is_refused(
     spoil: Callable[[Path], Path], folder: Path, tmp_path: Path

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from qompose.console import Table, as_markdown, as_text
+from qompose.console import Table, as_markdown, as_text, on_terminal
 
 LONG = "encoder.layers.11.attention.self.query.projection.with.a.name.that.is.very.long.indeed"
 TABLE = Table(
@@ -51,3 +51,10 @@ def test_markdown_escapes_what_would_end_a_cell() -> None:
 def test_no_colours_are_written_where_a_terminal_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b" not in as_text([TABLE], 80)
+
+
+@pytest.mark.parametrize("stderr", [None, object()], ids=["none", "an object"])
+def test_a_program_may_have_no_stderr(monkeypatch: pytest.MonkeyPatch, stderr: object) -> None:
+    monkeypatch.setattr("sys.stderr", stderr)
+    assert not on_terminal(None)
+    assert on_terminal(True)

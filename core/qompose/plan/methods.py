@@ -147,8 +147,8 @@ def check_named(models: Mapping[str, GraphModule], states: Mapping[str, State]) 
             raise UserError(
                 f"methods share by name the buffers they write to, but {path!r} is a number that "
                 "torch.export gives to a tensor that is in no module, in each method anew. Register "
-                "the tensor as a buffer (register_buffer) where a list or another object holds it, and "
-                "export all methods again"
+                "it as a buffer (register_buffer) and use it by that attribute, not through a list or "
+                "another object, and export all methods again"
             )
 
 

@@ -172,7 +172,7 @@ def _places(index: Path) -> dict[str, str]:
     """Return by tensor the name of the file in which an index says that it is."""
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        if odd := [name for name in sorted(places.values()) if Path(name).name != name]:
+        if odd := [name for name in sorted(places.values()) if not name or Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
         return places
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -208,19 +208,8 @@ def _check_places(
 
 
 def tensors_of(files: tuple[Path, ...]) -> dict[str, Tensor]:
-    """Return the tensors of several files, mapped.
-
-    Raises:
-        CheckpointError: two files have a tensor of one name; and what `mapped` raises.
-        OSError: a file is missing or cannot be read.
-    """
-    found: dict[str, Tensor] = {}
-    for file in files:
-        tensors = mapped(file)
-        if twice := sorted(found.keys() & tensors):
-            raise CheckpointError(f"{file} has tensors of other files: {', '.join(twice)}")
-        found |= tensors
-    return found
+    """Return the tensors of `files_of` a checkpoint, mapped; raises what `mapped` does."""
+    return {name: tensor for file in files for name, tensor in mapped(file).items()}
 
 
 def with_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

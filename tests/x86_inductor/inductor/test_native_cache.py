@@ -62,6 +62,20 @@ def changed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return grouped(query, key * 2, value, mask)
 
 
+def of_three_texts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Which torch's attention lets read one cache."""
+    return grouped(query.expand(3, -1, -1, -1), key, value, mask)
+
+
+def of_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Which torch's attention lets read each head of the cache."""
+    return F.scaled_dot_product_attention(query[:, :1], key, value, mask)
+
+
+def of_keys_as_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return grouped(query, key, key, mask)
+
+
 def given(first: int, size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(first)
     return torch.randn(1, size, 8, generator=generator), torch.arange(first, first + size)
@@ -102,7 +116,12 @@ def test_few_queries_read_integers(attend: Attend) -> None:
     assert calls(lowered(attend)) == 1
 
 
-@pytest.mark.parametrize("attend", [in_another_order, of_a_part, changed])
+def test_keys_that_are_values_too_are_read_once() -> None:
+    targets = [node.target for node in lowered(of_keys_as_values).graph.nodes]
+    assert targets.count(cache_attention.ATTENTION) == 1
+
+
+@pytest.mark.parametrize("attend", [in_another_order, of_a_part, changed, of_three_texts, of_one_head])
 def test_what_is_not_the_cache_is_read_as_floats(attend: Attend) -> None:
     assert calls(lowered(attend)) == 0
 

@@ -116,3 +116,18 @@ def test_without_our_code_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_attention, "_compiled", lambda: None)
     arguments = a_call()
     assert torch.equal(cache_attention.ATTENTION(*arguments), cache_attention.reference(*arguments))
+
+
+def test_shapes_that_do_not_fit_are_an_error() -> None:
+    """Torch's attention repeats heads and batches; the C++ would read behind the cache."""
+    query, key, key_scales, *rest = a_call(heads=4)
+    one_head = key[:, :1], key_scales[:, :1]
+    with pytest.raises(ValueError, match=r"\(1, 1, 50, 32\)"):
+        cache_attention.ATTENTION(query, *one_head, *rest)
+
+
+def test_rows_in_another_memory_format() -> None:
+    arguments = a_call()
+    changed = [x.to(memory_format=torch.channels_last) for x in arguments[:5]]
+    got, wanted = (cache_attention.ATTENTION(*x) for x in ((*changed, *arguments[5:]), arguments))
+    torch.testing.assert_close(got, wanted)

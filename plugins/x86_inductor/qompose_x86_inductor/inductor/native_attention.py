@@ -96,7 +96,7 @@ def applies_in_float(node: fx.Node) -> bool:
         return False
     if type(query.shape[-1]) is not int or query.shape[-1] == 0 or is_few(query.shape[-2]):
         return False
-    return _fit(query, key, value, arguments["enable_gqa"]) and (
+    return heads_fit(query, key, value, arguments["enable_gqa"]) and (
         arguments["attn_mask"] is None or fits(arguments["attn_mask"], query, key)
     )
 
@@ -115,7 +115,7 @@ def is_few(queries: Any, bound: int = FEWEST_QUERIES) -> bool:
     return expected is None or expected < bound
 
 
-def _fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+def heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
     """Return whether heads and batches are as the C++ takes them: torch's attention lets them repeat."""
     if not query.dim() == key.dim() == value.dim():
         return False

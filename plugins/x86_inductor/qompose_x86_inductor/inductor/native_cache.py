@@ -48,6 +48,11 @@ def found(node: fx.Node) -> tuple[Rows, Rows] | None:
         return None
     if query.dim() != 4 or query.dtype != torch.float32 or arguments["dropout_p"]:
         return None
+    value = _value(arguments["value"])
+    if value is None or not native_attention.heads_fit(query, key, value, arguments["enable_gqa"]):
+        return None
+    if keys.integers.meta["val"].shape[1] != values.integers.meta["val"].shape[1]:
+        return None
     mask = arguments["attn_mask"]
     fits = mask is None or native_attention.fits(mask, query, key)
     few = native_attention.is_few(query.shape[-2], TOO_MANY_QUERIES)
@@ -74,17 +79,20 @@ def _replace(node: fx.Node, rows: tuple[Rows, Rows]) -> None:
     with node.meta["val"].fake_mode:
         call.meta["val"] = node.meta["val"].transpose(1, 2).contiguous()
     node.target, node.args, node.kwargs = aten.transpose.int, (call, 1, 2), {}
-    for unread in read:
-        _drop(unread, call)
+    _drop([*read], call)
 
 
-def _drop(node: fx.Node, call: fx.Node) -> None:
-    """Erase what gave floats to attention and to nothing else, from its end to the integers."""
-    while not node.users and node.op == "call_function":
-        source: Any = node.args[0]
+def _drop(ends: list[Any], call: fx.Node) -> None:
+    """Erase what gave floats to attention and to nothing else, from its ends to the integers."""
+    gone: set[fx.Node] = set()
+    while ends:
+        node: fx.Node = ends.pop()
+        if node in gone or node.users or node.op != "call_function":
+            continue
+        ends.append(node.args[0])
         stand_for(call, node)
         node.graph.erase_node(node)
-        node = source
+        gone.add(node)
 
 
 def _rows(node: Any) -> Rows | None:

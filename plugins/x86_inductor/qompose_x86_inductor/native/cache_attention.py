@@ -77,7 +77,9 @@ def _compute(*arguments: Any) -> Tensor:
     if function is None:
         return reference(*arguments)
     *tensors, mask, is_causal, scale = arguments
-    _check(tensors)
+    _check(*tensors)
+    if not all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors[1::2]):
+        return reference(*arguments)  # a module was converted to another memory format
     query, key, _, value, _ = tensors
     batch, heads, length, width = query.shape
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
@@ -100,14 +102,26 @@ def _compute(*arguments: Any) -> Tensor:
     return out
 
 
-def _check(tensors: list[Tensor]) -> None:
+def _check(
+    query: Tensor, key: Tensor, key_scales: Tensor, value: Tensor, value_scales: Tensor
+) -> None:
     """Check what the C++ reads by address: a module may have been converted to another dtype."""
-    side_by_side = all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors[1::2])
-    if tuple(x.dtype for x in tensors) != _TYPES or not side_by_side:
+    tensors = query, key, key_scales, value, value_scales
+    if tuple(x.dtype for x in tensors) != _TYPES:
         raise ValueError(
             f"{NAMESPACE}::native_cache_attention: expected queries, keys, their scales, values and "
-            f"their scales of the dtypes {_TYPES} with adjacent columns, got "
-            f"{[x.dtype for x in tensors]}; cast the model before quantizing it"
+            f"their scales of the dtypes {_TYPES}, got {[x.dtype for x in tensors]}; cast the model "
+            "before quantizing it"
+        )
+    batch, heads, _, width = query.shape
+    rows, groups = key.shape[:3], key.shape[1]
+    scales = (*rows, 1)
+    fit = rows == value.shape[:3] and scales == key_scales.shape == value_scales.shape
+    shared = heads % groups == 0 if groups else heads == 0
+    if not (fit and shared) or (key.shape[0], key.shape[3]) != (batch, width):
+        raise ValueError(
+            f"{NAMESPACE}::native_cache_attention: the shapes {[tuple(x.shape) for x in tensors]} do "
+            "not fit each other; see the module's documentation"
         )
 
 
