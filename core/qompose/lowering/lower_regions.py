@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from qompose.backend.discovery import obstacle
 from qompose.backend.interface import Backend, Finished, Methods, Target
@@ -606,7 +607,7 @@ def _made(graph: Graph) -> dict[Node, Any]:
         by_kernel = tag_of(node, KERNELS_TAG) is not None or MADE in node.meta
         if by_kernel or not made.keys().isdisjoint(node.all_input_nodes):
             values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
-            faked = any(hasattr(value, "fake_mode") for value in values.values())
+            faked = any(hasattr(value, "fake_mode") for value in pytree.tree_leaves(values))
             with torch.no_grad():
                 made[node] = (
                     result_on(node, values) if node.op == "call_function" and faked else None

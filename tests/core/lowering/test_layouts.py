@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -162,3 +163,14 @@ def test_a_kernel_of_several_calls() -> None:
     strided, whole = lowered(x)
     assert 0.2 < float(whole.min()) < 0.3, "the kernel ran"
     assert whole.is_contiguous() and torch.equal(strided, whole.flatten()[:10].view(2, 5))
+
+
+def test_what_comes_of_a_part_of_several_results() -> None:
+    def emit(region: Region) -> fx.Node:
+        pair = region.call(aten.sort.default, region.node("output").args[0])
+        return region.call(aten.relu.default, region.call(operator.getitem, pair, 0))
+
+    parts = replace(RELU, kernels={"torch": Kernel("parts", emit, float_output=True)})
+    x = torch.randn(2, 5)
+    program = torch.export.export(of(lambda y: y), (x,))
+    assert contiguous_calls(qompose.lower(convert(program, toy(parts), x))) == 0

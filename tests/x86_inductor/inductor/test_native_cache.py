@@ -121,7 +121,9 @@ def test_keys_that_are_values_too_are_read_once() -> None:
     assert targets.count(cache_attention.ATTENTION) == 1
 
 
-@pytest.mark.parametrize("attend", [in_another_order, of_a_part, changed, of_three_texts, of_one_head])
+@pytest.mark.parametrize(
+    "attend", [in_another_order, of_a_part, changed, of_three_texts, of_one_head]
+)
 def test_what_is_not_the_cache_is_read_as_floats(attend: Attend) -> None:
     assert calls(lowered(attend)) == 0
 
