@@ -222,8 +222,8 @@ def main() -> None:
     for name in options.tasks:
         for line in _task(name, settings, options, engines, cells, known):
             print(line, flush=True)
-            if options.json and len(cells) >= len(known):
-                _write(options, cells)
+            if options.json:
+                _write(options, [*{**known, **_by_row(cells)}.values()])
             if options.page:
                 options.page.write_text(_page(options, cells), "utf-8")
 
@@ -252,19 +252,26 @@ def _measured(options: argparse.Namespace) -> dict[tuple[str, str, int], Cell]:
     if not options.json.is_file():
         return {}
     data = json.loads(options.json.read_text("utf-8"))
-    if data["machine"] != machine.facts(PACKAGES) or data["options"]["quick"] != options.quick:
+    same = all(data["options"][name] == getattr(options, name) for name in ("quick", "lowered"))
+    if data["machine"] != machine.facts(PACKAGES) or not same:
         sys.exit(
-            f"{options.json} is of another commit, version or machine; remove it to start anew"
+            f"{options.json} is of another commit, version or machine, or of other options; remove it to "
+            "start anew"
         )
-    cells = [Cell(**cell) for cell in data["cells"]]
-    return {(c.task, c.engine, c.batches): c for c in cells if not c.error}
+    return _by_row(Cell(**cell) for cell in data["cells"] if not cell["error"])
+
+
+def _by_row(cells: Iterable[Cell]) -> dict[tuple[str, str, int], Cell]:
+    return {(cell.task, cell.engine, cell.batches): cell for cell in cells}
 
 
 def _write(options: argparse.Namespace, cells: list[Cell]) -> None:
     left_out = ("json", "cache", "page", "resume")
     told = {k: v for k, v in vars(options).items() if k not in left_out}
     data = {"machine": machine.facts(PACKAGES), "options": told, "cells": [*map(asdict, cells)]}
-    options.json.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    draft = options.json.with_suffix(".draft")
+    draft.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    draft.replace(options.json)
 
 
 def _page(options: argparse.Namespace, cells: list[Cell]) -> str:
