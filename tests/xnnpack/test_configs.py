@@ -86,7 +86,7 @@ class TestWhatExcludesWhat:
             ("per_token=False", {"per_token": False}),
             ("is_dynamic=True", {"per_token": False, "weight_only": True}),
             ("weight_range .*'widest'", {"weight_range": "widest"}),
-            ("weight_range='mse'", {"weight_range": "mse", "is_dynamic": True, "group_size": 32}),
+            ("got 'mse'", {"weight_range": "mse", "is_dynamic": True, "group_size": 32}),
             ("act_qmin=-127", {"weight_only": True, "act_qmin": -127}),
             ("symmetric=False", {"weight_only": True, "group_size": 32, "symmetric": False}),
             ("symmetric", {"weight_only": True, "symmetric": 1}),

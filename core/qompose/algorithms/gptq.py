@@ -593,7 +593,7 @@ def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
 
     They are stored by columns, as LAPACK has matrices: a factor can take the place of what is factorized.
     """
-    result = torch.empty_like(matrices)
+    result = matrices.new_empty(matrices.shape)
     for matrix, own, columns in zip(matrices, order, result, strict=True):
         for first, last in in_stripes(len(own)):
             rows = matrix.index_select(0, own[first:last])
@@ -603,7 +603,7 @@ def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
 
 def _turned(matrices: Tensor) -> Tensor:
     """Turn square matrices stored by columns upside down and left to right, in place, and return them."""
-    flat = matrices.transpose(1, 2).flatten(1)
+    flat = matrices.transpose(1, 2).view(len(matrices), -1)
     size = flat.shape[1]
     for first in range(0, size // 2, _AT_A_TIME):
         last = min(first + _AT_A_TIME, size // 2)

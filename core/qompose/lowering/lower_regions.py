@@ -172,9 +172,13 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     done, fallbacks, left, taken = replace_regions(
         model, record, target, reads_qdq=runtime.reads_qdq
     )
+    known = {*model.graph.nodes}
     for owner, backend in sorted(_owners(record).items()):
         with blaming(f"backend {owner!r}: join_regions"):
             backend.join_regions(model, target)
+    for node in model.graph.nodes:
+        if node not in known:
+            node.meta[MADE] = True
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients

@@ -415,7 +415,6 @@ class LearnableFakeQuantize(FakeQuantize):
         observer: Any = None,
         quant_min: int | None = None,
         quant_max: int | None = None,
-        *,
         use_grad_scaling: bool = True,
         **arguments: Any,
     ) -> None:

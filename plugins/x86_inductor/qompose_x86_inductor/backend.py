@@ -46,7 +46,8 @@ class X86InductorBackend(Backend):
 
     def join_regions(self, graph: GraphModule, target: str) -> None:
         if target == "torch":
-            native_cache.read_integers(graph)
+            with processor.used_if(self._native_code):
+                native_cache.read_integers(graph)
 
     def late_operators(self) -> LateOperators:
         return LATE_OPERATORS
