@@ -98,8 +98,8 @@ class SumObserver(nn.Module):
 
     def clear(self) -> None:
         """Forget what was seen."""
-        for name, sums in [*self.named_buffers()]:
-            setattr(self, name, torch.zeros_like(sums))
+        for sums in self.buffers():
+            sums.zero_()
 
 
 class MeanObserver(SumObserver):
@@ -289,8 +289,6 @@ class MomentObserver(SumObserver):
         """Add up columns of examples, each to the half that its hash, `(N,)`, says; in place, being large."""
         if not x.numel():
             return
-        if self.total.is_inference():  # made in inference mode, out of which it cannot be changed
-            self.total, self.count = self.total.clone(), self.count.clone()
         total, count = self.total, self.count
         for half in (0, 1):
             for some in examples_in_parts(x, hashes, self.columns, half):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -154,6 +155,7 @@ def prepare_qat_pt2e(
     return _prepared(model, quantizer, inplace, strict, trains=True)
 
 
+@torch.inference_mode(False)  # what observers count with could not be added to outside of it
 def _prepared(
     model: ExportedProgram | GraphModule,
     quantizer: QuantizerLike,

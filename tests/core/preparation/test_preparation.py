@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,15 @@ from qompose.errors import (
     TargetError,
     UncalibratedError,
 )
-from qompose.observers import MinMaxObserver
+from qompose.observers import AutoRangeObserver, MinMaxObserver
 from qompose.program.meta import tag_of
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node, symbolic_trace
 
 from tests.core.toy import (
+    INT8,
     LINEAR,
+    STATIC,
     WEIGHT_ONLY,
     Model,
     ToyBackend,
@@ -50,6 +53,17 @@ def fork(m: Any, x: Tensor) -> Tensor:
 
 
 FORK = seeded(Model(fork, **{name: nn.Linear(3, 3) for name in "abc"}))
+
+
+def test_what_was_prepared_in_inference_mode_is_calibrated_outside() -> None:
+    activation = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
+    config = replace(STATIC, input_activation=activation, algorithms=("gptq",))
+    x, program = randn(16, 3), export(FORK, randn(16, 3))
+    with torch.inference_mode():
+        inside = prepare(program, toy(config=config))
+    outside = prepare(program, toy(config=config))
+    first, second = (qompose.convert_pt2e(qompose.calibrate(p, [x])) for p in (inside, outside))
+    assert torch.equal(first(x), second(x))
 
 
 def test_regions_are_tagged_with_their_claims() -> None:
