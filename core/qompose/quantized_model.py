@@ -298,15 +298,17 @@ def quantize_checkpoint(
     Raises:
         CheckpointError: the checkpoint is damaged, or its tensors are not those of the model.
         UncalibratedError, UnlearnedError: what is to be quantized needs calibration data.
-        UserError: `path` cannot be a file, `scratch` was left by another task, or another process failed;
-            and whatever the stages raise.
+        UserError: `path` cannot be a file, or is one of the checkpoint's; `scratch` is a file, has `path`
+            in it, or was left by another task; or another process failed; and whatever the stages raise.
         OSError: a file cannot be read or written.
     """
     target = Path(path)
-    place_for(target)
-    folder = target.with_name(f"{target.name}.partial") if scratch is None else Path(scratch)
+    place = place_for(target)
+    folder = _scratch(
+        place, target.with_name(f"{target.name}.partial") if scratch is None else scratch
+    )
     ranks = Ranks.here(timeout)
-    source = _Source.of(checkpoint, folder, ranks)
+    source = _Source.of(checkpoint, folder, ranks, place)
     loaded = with_weights(model, source.tensors)
     exported = _export(loaded, example_inputs, kwargs, dynamic_shapes)
     prepared = prepare_pt2e(exported, as_composition(backends), strict=strict)
@@ -322,6 +324,23 @@ def quantize_checkpoint(
     if ranks.rank == 0:
         rmtree(folder)
     return result
+
+
+def _scratch(place: Path, scratch: str | PathLike[str]) -> Path:
+    """Return the folder that is deleted in the end, where a link leads to it.
+
+    Raises:
+        UserError: it is a file, or has the result in it.
+    """
+    folder = Path(scratch).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"scratch must be a folder, but {scratch} is a file")
+    if folder in place.parents:
+        raise UserError(
+            f"{place} cannot be written: it is in the folder scratch={str(scratch)!r}, which is deleted "
+            "when the file is written"
+        )
+    return folder
 
 
 def _needing_no_data(prepared: GraphModule) -> Record:
@@ -348,12 +367,14 @@ class _Source:
     identity: Any
 
     @classmethod
-    def of(cls, checkpoint: object, folder: Path, ranks: Ranks) -> _Source:
+    def of(cls, checkpoint: object, folder: Path, ranks: Ranks, place: Path) -> _Source:
         if isinstance(checkpoint, Mapping):
             return cls(whole_tensors(checkpoint, folder, ranks), None)
         if not isinstance(checkpoint, (str, PathLike)):
             raise UserError(f"checkpoint expects a path or a state dict, got {checkpoint!r}")
         files = files_of(Path(checkpoint))
+        if any(file.resolve() == place for file in files):
+            raise UserError(f"{place} cannot be written: it is a file of the checkpoint")
         facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return cls(tensors_of(files), facts)
 

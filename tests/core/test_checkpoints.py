@@ -436,6 +436,39 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.parametrize("scratch", ["result", "a file"])
+def test_scratch_is_a_folder_without_the_result(scratch: str, folder: Path, tmp_path: Path) -> None:
+    one_file(state(real()), folder)
+    (tmp_path / "result").mkdir()
+    (tmp_path / "a file").touch()
+    with pytest.raises(UserError, match=scratch):
+        qompose.quantize_checkpoint(
+            meta(), TOKENS, checkpoint=folder, path=tmp_path / "result" / "model.qompose",
+            backends=quantizer(WEIGHT_ONLY), scratch=tmp_path / scratch,
+        )  # fmt: skip
+    assert not [*(tmp_path / "result").iterdir()]
+
+
+def test_scratch_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    path = tmp_path / "model.qompose"
+    qompose.quantize_checkpoint(
+        meta(), TOKENS, checkpoint=one_file(state(real()), folder), path=path,
+        backends=quantizer(WEIGHT_ONLY), scratch=tmp_path / "link",
+    )  # fmt: skip
+    assert path.exists() and not (tmp_path / "elsewhere").exists()
+
+
+def test_a_checkpoint_is_not_overwritten(folder: Path) -> None:
+    file = one_file(state(real()), folder)
+    before = file.read_bytes()
+    with pytest.raises(UserError, match="checkpoint"):
+        qompose.quantize_checkpoint(
+            meta(), TOKENS, checkpoint=folder, path=file, backends=quantizer(WEIGHT_ONLY)
+        )
+    assert file.read_bytes() == before
+
+
 class Counting(PerChannelMinMaxObserver):
     """An observer of somebody else, which knows more than a range."""
 

@@ -127,7 +127,7 @@ def calibrate(
             with in_method(name):
                 _calibrated(prepared[name], own, transform, limit, progress, None, sharded, timeout)
         return _going_by_all(prepared, [*given])
-    except Exception:
+    except BaseException:  # a key that was pressed, too
         restore(before)
         raise
 
@@ -192,7 +192,7 @@ def _by_method(
             record = prepared_record(methods[name], "calibrate")
         if len(batches) == 1 or name not in batches:
             continue
-        if len(statistics(methods[name])):
+        if _has_seen(methods[name]):
             raise CalibrationError(
                 f"the observers of method {name!r} already have statistics, which would be "
                 "counted once per method. Prepare the methods again, or pass batches for one "
@@ -270,17 +270,30 @@ def _resumed(
     """Return the file for what is seen, and how many batches this process has seen already.
 
     Raises:
-        CalibrationError: there are several processes, and statistics that are from no such file.
+        CalibrationError: there are several processes, and statistics that are from no such file; or
+            algorithms have learned of other batches.
     """
     kept = None if resume is None else _ResumeFile(Path(resume), ranks, prepared)
     start = 0 if kept is None else kept.restore(prepared)
-    if ranks.several and not start and len(statistics(prepared)):
+    learned = learned_of(prepared)
+    if not start and learned is not None and learned.whole and learned.weights:
+        raise CalibrationError(
+            f"algorithms have rounded {learned.weights[0].path} by the batches of an earlier calibration, "
+            "and these would change nothing. Prepare the model again, and pass all batches at once"
+        )
+    if ranks.several and not start and _has_seen(prepared):
         raise CalibrationError(
             "the observers already have statistics, which would be counted once per process. To "
             "add data, calibrate a newly prepared model and merge its statistics with the existing "
             "ones (Statistics.merged)"
         )
     return kept, start
+
+
+def _has_seen(prepared: GraphModule) -> bool:
+    """Tell whether observers have statistics of any kind: those of weights alone have no entries."""
+    found = statistics(prepared)
+    return bool(found.entries or found.means or found.moments)
 
 
 @contextmanager
@@ -295,7 +308,7 @@ def _looking(prepared: GraphModule) -> Iterator[None]:
     try:
         with torch.no_grad():
             yield
-    except Exception:
+    except BaseException:  # a key that was pressed, too
         restore(before)
         set_learned(prepared, learned)
         raise

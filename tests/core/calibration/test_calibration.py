@@ -179,6 +179,16 @@ class TestOptions:
         qompose.calibrate(seen, batches[4:])
         assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches])
 
+    def test_a_key_that_was_pressed_leaves_nothing(self) -> None:
+        def loaded() -> Iterator[Tensor]:
+            yield randn(4, 3, seed=0)
+            raise KeyboardInterrupt
+
+        prepared = prepared_single()
+        with pytest.raises(KeyboardInterrupt):
+            qompose.calibrate(prepared, loaded())
+        assert not len(qompose.statistics(prepared))
+
     def test_what_was_stopped_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -245,6 +245,15 @@ def test_after_another_calibration_a_product_has_one_line() -> None:
     assert len(lines) == 3 and not notes(qompose.convert_pt2e(prepared)).count("too few")
 
 
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
+def test_what_is_learned_does_not_leave_out_later_batches_in_silence() -> None:
+    prepared = calibrated(net(1), SEQUENTIAL)
+    before = qompose.statistics(prepared)
+    with pytest.raises(CalibrationError, match=r"up\.weight"):
+        qompose.calibrate(prepared, batches(seed=9))
+    assert qompose.statistics(prepared) == before
+
+
 def test_products_in_bodies_and_programs_that_write_are_named() -> None:
     def branch(m: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: m.inner(y), lambda y: y * 2.0, (m.outer(x),))

@@ -15,7 +15,7 @@ from qompose.observers import MovingAverageMinMaxObserver
 from qompose.plan.methods import by_method, share_constants, share_state, states_of
 from torch import Tensor, nn
 
-from tests.core.toy import DYNAMIC, INT8, LINEAR, STATIC, WEIGHT, Model, export, toy
+from tests.core.toy import DYNAMIC, INT8, LINEAR, STATIC, WEIGHT, WEIGHT_ONLY, Model, export, toy
 
 WIDTH, LENGTH = 8, 6
 
@@ -203,6 +203,17 @@ class TestCalibrated:
             qompose.calibrate(prepared, {"prompt": []})
         with pytest.raises(UserError, match="resume"):
             qompose.calibrate(prepared, {"prompt": [PROMPT]}, resume="x.json")  # type: ignore[call-overload]
+
+    @pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
+    @pytest.mark.parametrize("algorithms", [(), ("gptq",)], ids=str)
+    def test_statistics_are_not_counted_once_per_method(self, algorithms: tuple[str, ...]) -> None:
+        """Of weights alone there are those of algorithms."""
+        config = replace(WEIGHT_ONLY if algorithms else STATIC, algorithms=algorithms)
+        prepared = qompose.prepare_pt2e(exported(memory()), toy(LINEAR, config=config))
+        data = {"prompt": [PROMPT], "token": TOKENS}
+        qompose.calibrate(prepared, data)
+        with pytest.raises(CalibrationError, match="prompt"):
+            qompose.calibrate(prepared, data)
 
     def test_what_depends_on_the_order_is_for_one_method(self) -> None:
         averaged = replace(INT8, observer_or_fake_quant_ctr=MovingAverageMinMaxObserver)

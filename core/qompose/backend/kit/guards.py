@@ -20,7 +20,7 @@ MAX_DEPTH: Final = (2**31 - 1) // (255 * 128)
 def float32(match: Match) -> str | None:
     """Require float32, which int8 operators give."""
     dtype = match.output.meta["val"].dtype
-    return None if dtype is torch.float32 else f"the int8 operators return float32, not {dtype}"
+    return None if dtype is torch.float32 else f"its kernels return float32, not {dtype}"
 
 
 def float_types(*dtypes: torch.dtype) -> Guard:
