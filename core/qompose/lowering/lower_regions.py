@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -106,6 +107,10 @@ def lower(
     return result
 
 
+_FINISHING = RLock()
+"""Targets export, which torch can do in one thread at a time: others found it in a state that stayed."""
+
+
 def with_kernels(
     converted: GraphModule | Mapping[str, GraphModule], target: str
 ) -> tuple[Any, dict[str, tuple[Any, Record]]]:
@@ -120,7 +125,7 @@ def with_kernels(
     if len(steps) > 1:
         check_named(models, states_of(models))  # kernels give what they take over other names
         _share_state(steps)
-    with naming_fallbacks(steps):
+    with naming_fallbacks(steps), _FINISHING:
         result, finished = finish(steps)
     return result, {n: (part.model, lowered_record(steps[n], part)) for n, part in finished.items()}
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +227,24 @@ def device(finish: Any = None, availability: Any = lambda: None) -> Target:
         return Finished(module)
 
     return Target("device", finish or keep, availability)
+
+
+def test_last_steps_of_several_threads_follow_one_another() -> None:
+    """They may export, which torch can do in one thread at a time."""
+    inside, most = [0], [0]
+
+    def finish(module: GraphModule, signature: CallSignature) -> Finished:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+        return Finished(module)
+
+    on_device = linear_for(device=Kernel("toy linear", emit_linear))
+    converted = convert(PROGRAM, toy(on_device, targets=(device(finish),)), X)
+    with ThreadPoolExecutor(3) as pool:
+        assert len([*pool.map(lambda _: qompose.lower(converted, "device"), range(3))]) == 3
+    assert most == [1]
 
 
 def test_a_target_takes_the_last_step_with_the_way_to_call() -> None:
