@@ -155,7 +155,6 @@ def prepare_qat_pt2e(
     return _prepared(model, quantizer, inplace, strict, trains=True)
 
 
-@torch.inference_mode(False)  # what observers count with could not be added to outside of it
 def _prepared(
     model: ExportedProgram | GraphModule,
     quantizer: QuantizerLike,
@@ -182,7 +181,8 @@ def _prepared(
         backends = {**_earlier_backends(annotated.program), **backends}
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
-    with paused_collection():
+    # What observers count with is made here: made in inference mode, it could not be added to outside.
+    with paused_collection(), torch.inference_mode(False):
         clear_annotations(working)
         write_annotations(working, plan.claims)  # of the claims that stand
         quantizer.validate(working)
