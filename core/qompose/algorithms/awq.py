@@ -193,27 +193,30 @@ class _Trial:
 
     def sizes(self, half: int) -> Tensor:
         """Return the root mean square of each channel on one half, `(C,)`."""
-        squares = self.halves[half].moments(slice(None)).diagonal(dim1=1, dim2=2)[0]
-        return squares.view(self.weight.shape[1], -1).mean(1).clamp(min=0.0).sqrt()
+        return _sizes(self.halves[half], self.weight.shape[1])
 
     def error(self, factors: Tensor, half: int) -> float:
         """Return the squared error of the product on one half, over the power of its outputs."""
         vector = along(factors, 1, self.weight.dim())
         off = _rounded(self.weight * vector, self.spec) / vector - self.weight
-        held = self.halves[half]
-        power = held.error(self.weight.flatten(1)[None])
-        return held.error(off.flatten(1)[None]) / max(power, NOTHING)
+        both = [values.flatten(1)[None] for values in (self.weight, off)]
+        power, error = self.halves[half].errors(both)
+        return error / max(power, NOTHING)
+
+
+def _sizes(inputs: InputMoments, channels: int) -> Tensor:
+    """Return the root mean square of each channel, `(C,)`."""
+    return inputs.powers()[0].view(channels, -1).mean(1).clamp(min=0.0).sqrt()
 
 
 def _limited(inputs: InputMoments, channels: int) -> InputMoments:
     """Return moments in which no channel is much larger than the others."""
-    powers = inputs.moments(slice(None))[0].diagonal()
-    sizes = powers.view(channels, -1).mean(1).clamp(min=0.0).sqrt()
+    sizes = _sizes(inputs, channels)
     alive = sizes[sizes > 0]
     if not len(alive):
         return inputs
     limits = (_LOUDEST * alive.median() / sizes.clamp(min=NOTHING)).clamp(max=1.0)
-    return replace(inputs, limits=limits.repeat_interleave(len(powers) // channels))
+    return replace(inputs, limits=limits.repeat_interleave(inputs.channels // channels))
 
 
 def _rounded(weight: Tensor, spec: Any) -> Tensor:

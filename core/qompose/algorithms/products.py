@@ -102,8 +102,6 @@ class Operands:
         )
 
 
-_STRIPES = 16
-"""In how many parts large matrices are made."""
 NOTHING = 1e-30
 """In place of an error of zero, to divide by."""
 
@@ -373,8 +371,17 @@ class InputMoments(Inputs):
         for first, last in in_stripes(len(inside)):
             rows = inside[first:last]
             found[:, first:last] = self._of(slice(rows.start, rows.stop), columns)
-        found.diagonal(dim1=1, dim2=2).add_(self.noise * float(self.count.sum()))
+        found.diagonal(dim1=1, dim2=2).add_(self._of_noise())
         return found
+
+    def powers(self) -> Tensor:
+        """Return the second moment of each column, `(groups, K)`: the diagonal, without the matrix."""
+        parts = [slice(first, last) for first, last in in_stripes(self.channels)]
+        found = [self._of(part, part).diagonal(dim1=1, dim2=2) for part in parts]
+        return torch.cat(found, dim=1).add_(self._of_noise())
+
+    def _of_noise(self) -> float:
+        return self.noise * float(self.count.sum())
 
     def _of(self, rows: slice, columns: slice) -> Tensor:
         """Return some rows of the moments of columns, `(groups, r, c)`."""
@@ -393,6 +400,9 @@ class InputMoments(Inputs):
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         moments = self.moments(slice(None))
         return [float(((off @ moments) * off).sum()) for off in differences]
+
+
+_STRIPES = 16
 
 
 def in_stripes(width: int) -> Iterator[tuple[int, int]]:

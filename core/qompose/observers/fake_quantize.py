@@ -116,6 +116,7 @@ class FakeQuantize(FakeQuantizeBase, Observer):
         bounds = {"quant_min": quant_min, "quant_max": quant_max}
         arguments |= {name: bound for name, bound in bounds.items() if bound is not None}
         inner = _observer(observer, arguments)
+        self._check_observer(inner)
         super().__init__(
             inner.dtype,
             qscheme=inner.qscheme,
@@ -130,6 +131,9 @@ class FakeQuantize(FakeQuantizeBase, Observer):
         if inner.estimates:
             _give_screen(inner, Screen())
         self._observing = self._simulating = True
+
+    def _check_observer(self, inner: Observer) -> None:
+        """Raise ConfigError for an observer that the class has no use for."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape, and return it with the values of its integers, in its own dtype."""
@@ -282,15 +286,7 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
         ConfigError: the observer has no moving averages.
     """
 
-    def __init__(
-        self,
-        observer: Any = None,
-        quant_min: int | None = None,
-        quant_max: int | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(observer, quant_min, quant_max, **arguments)
-        inner = self.activation_post_process
+    def _check_observer(self, inner: Observer) -> None:
         if not isinstance(inner, MovingAverageMinMaxObserver):
             raise ConfigError(f"{type(inner).__name__} has no moving averages; use FakeQuantize")
 

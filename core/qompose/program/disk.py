@@ -75,8 +75,8 @@ def mapped(path: Path) -> dict[str, Tensor]:
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return at which byte the tensors of a safetensors file begin, and what it says of each."""
-    names_in(path)  # checks the header against the file's size
     with path.open("rb") as file:
+        _checked_names(path)
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
@@ -93,7 +93,11 @@ def names_in(path: Path) -> list[str]:
         OSError: it cannot be read.
     """
     with path.open("rb"):  # says of what cannot be read what it is; safetensors does not
-        pass
+        return _checked_names(path)
+
+
+def _checked_names(path: Path) -> list[str]:
+    """Return the names of the tensors of a file that can be read, having checked its header."""
     try:
         with safe_open(path, framework="pt") as file:
             return [*file.keys()]
@@ -509,9 +513,8 @@ def pack_fields(x: Tensor, low: int, bits: int) -> Tensor:
 
 def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
     fields = (flat - low).to(torch.uint8)
-    if (
-        bits == 4 and len(fields) % 2 == 0 and sys.byteorder == "little"
-    ):  # the usual case, four times faster
+    # The usual case is computed in a quarter of the time.
+    if bits == 4 and len(fields) % 2 == 0 and sys.byteorder == "little":
         pairs = fields.view(torch.int16)
         return (pairs >> 4).bitwise_or_(pairs & 15).to(torch.uint8)
     size = field_bytes(len(fields), bits)

@@ -57,13 +57,6 @@ def _check_dtype(operator: str, x: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"{NAMESPACE}::{operator}: expected x {dtype}, got {x.dtype}")
 
 
-def _quantize(x: Tensor, low: int, high: int, eps: float) -> Quantized:
-    if x.numel() > 0:
-        return quantize_in_graph(x, low, high, eps)
-    _check_dtype("quantize_dynamic", x, torch.float32)
-    return x.to(torch.uint8), x.new_ones(()), x.new_zeros(())  # there are none to choose
-
-
 def _quantize_fake(x: Tensor, *_: Any) -> Quantized:
     _check_dtype("quantize_dynamic", x, torch.float32)
     return torch.empty_like(x, dtype=torch.uint8), x.new_empty(()), x.new_empty(())
@@ -138,7 +131,7 @@ register(
     NAMESPACE,
     SCHEMAS,
     {
-        "quantize_dynamic": (_quantize, _quantize_fake),
+        "quantize_dynamic": (quantize_in_graph, _quantize_fake),
         "linear_dynamic": (_linear, _linear_fake),
     },
 )

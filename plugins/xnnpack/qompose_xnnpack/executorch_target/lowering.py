@@ -64,12 +64,13 @@ def lower_methods(
     Raises what ``lower_to_executorch`` does; if there are several, the message names the method.
     """
     names = method_names(methods)
-    with stages(len(names) * len(STAGES)) as begin:
+    with stages(len(names) * len(STAGES)) as told:
+        begin = {name: partial(_begin_stage, told, name) for name in methods}
         with quiet():
             api = import_lowering()
             exported = {}
             for name, (graph, signature) in methods.items():
-                begin(f"{name}: export")
+                begin[name]("export")
                 with _in_method(name, names):
                     exported[name] = export(
                         graph, signature.args, dict(signature.kwargs), signature.dynamic_shapes
@@ -77,7 +78,7 @@ def lower_methods(
             buffer, parts = _lowered(exported, api, begin)
         program = ExecutorchProgram(buffer, parts)
         for name, method in program.methods.items() if load else ():
-            begin(f"{name}: load")
+            begin[name]("load")
             with _in_method(name, names):
                 method.load()
     return program
@@ -88,16 +89,18 @@ STAGES: Final = ("export", "to edge", "partition", "delegate", "emit", "load")
 
 
 def _lowered(
-    exported: Mapping[str, ExportedProgram], api: Lowering, begin: Callable[[str], None]
+    exported: Mapping[str, ExportedProgram],
+    api: Lowering,
+    begin: Mapping[str, Callable[[str], None]],
 ) -> tuple[bytes, Parts]:
     """Return the file, and by method how it is called and what became of its operators.
 
     Args:
-        begin: what is told of stages; ExecuTorch goes through all methods in each of them.
+        begin: by method, what is told of its stages; ExecuTorch goes through all methods in each of them.
     """
     interfaces = {name: interface_of(program) for name, program in exported.items()}
     partitioner = partitioner_class(api)
-    partitioners = {name: partitioner(partial(_begin_stage, begin, name)) for name in exported}
+    partitioners = {name: partitioner(begin[name]) for name in exported}
     try:
         edge = api.to_edge_transform_and_lower(
             dict(exported),
@@ -119,9 +122,7 @@ def _lowered(
                 share_mutable_buffers=len(exported) > 1 and any(written.values())
             ),
             sym_shape_eval_pass={
-                name: _declared_shapes(
-                    api, program.range_constraints, partial(_begin_stage, begin, name, "emit")
-                )
+                name: _declared_shapes(api, program.range_constraints, partial(begin[name], "emit"))
                 for name, program in exported.items()
             },
         )
@@ -144,8 +145,8 @@ def _check_first_runs(interfaces: Mapping[str, Interface]) -> None:
             )
 
 
-def _begin_stage(begin: Callable[[str], None], name: str, stage: str) -> None:
-    begin(f"{name}: {stage}")
+def _begin_stage(told: Callable[[str], None], name: str, stage: str) -> None:
+    told(f"{name}: {stage}")
 
 
 def _declared_shapes(api: Lowering, declared: Mapping[Any, Any], begin: Callable[[], None]) -> Any:
