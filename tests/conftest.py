@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch._export.utils
+import torch.export.decomp_utils
+import torch.export.exported_program
 from hypothesis import settings
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.json import JSONSnapshotExtension
@@ -33,19 +35,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
 
 
-_look_up = torch._export.utils._materialize_cpp_cia_ops
+def _looking_once(collect: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
+    """Have torch look up its thousands of operators once, and again when others were registered.
+
+    Each decomposition has it do so for every namespace, a tenth of a second in all.
+    """
+
+    def collected() -> set[Any]:
+        _look_up_once(tuple(torch._C._dispatch_get_all_op_names()))
+        return collect()
+
+    return collected
 
 
-@cache
-def _look_up_once(registered: tuple[str, ...]) -> None:
-    _look_up()
-
-
-# Each decomposition has torch look up some thousand operators for each namespace, a tenth of a second.
-# Here it does so once for the operators that are registered.
-torch._export.utils._materialize_cpp_cia_ops = lambda: _look_up_once(
-    tuple(torch._C._dispatch_get_all_op_names())
-)
+_look_up_once = cache(lambda names, look_up=torch._export.utils._materialize_cpp_cia_ops: look_up())
+torch._export.utils._materialize_cpp_cia_ops = lambda: None
+for user in (torch.export.exported_program, torch.export.decomp_utils):
+    user._collect_all_valid_cia_ops = _looking_once(  # type: ignore[attr-defined]
+        user._collect_all_valid_cia_ops  # type: ignore[attr-defined]
+    )
 
 ON_THE_RUNTIME = (
     "tests/xnnpack/",
@@ -77,6 +85,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no process waits for it at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collections: with them each takes most of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
