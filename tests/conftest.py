@@ -52,7 +52,7 @@ _look_up_once = cache(lambda names, look_up=torch._export.utils._materialize_cpp
 torch._export.utils._materialize_cpp_cia_ops = lambda: None
 for user in (torch.export.exported_program, torch.export.decomp_utils):
     user._collect_all_valid_cia_ops = _looking_once(  # type: ignore[attr-defined]
-        user._collect_all_valid_cia_ops  # type: ignore[attr-defined]
+        user._collect_all_valid_cia_ops
     )
 
 ON_THE_RUNTIME = (
