@@ -23,6 +23,7 @@ from .interface import (
     claim_of as claim_of,
     clear_origin as clear_origin,
     draft_of as draft_of,
+    native_code_wanted as native_code_wanted,
     operator_of as operator_of,
     stages as stages,
     stand_for as stand_for,

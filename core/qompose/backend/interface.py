@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities, capability_rows
 from qompose.backend.rule import Rule
 from qompose.console import stages as stages  # public here
+from qompose.errors import UserError
 from qompose.files import draft_of as draft_of  # public here
 from qompose.program.call_interface import (  # public here
     CallArgument as CallArgument,
@@ -200,3 +202,20 @@ class Backend:
     def rule(self, name: str) -> Rule | None:
         """Return the rule of a name."""
         return next((rule for rule in self.rules if rule.name == name), None)
+
+
+NATIVE_CODE_VARIABLE: Final = "QOMPOSE_NATIVE_CODE"
+
+
+def native_code_wanted() -> bool:
+    """Return whether backends may compile C++ of their own: unless the environment has QOMPOSE_NATIVE_CODE=0.
+
+    Raises:
+        UserError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(NATIVE_CODE_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise UserError(
+            f"the environment variable {NATIVE_CODE_VARIABLE} must be 0 or 1, got {value!r}"
+        )
+    return value == "1"

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from qompose.backend.interface import Backend
+from qompose.backend.interface import NATIVE_CODE_VARIABLE, Backend, native_code_wanted
 from qompose.errors import UserError, blaming, warn_user
 from qompose.lowering.aoti_package import reason_of
-
-VARIABLE: Final = "QOMPOSE_NATIVE_CODE"
-"""The environment variable that turns it off ("0")."""
 
 _Result = TypeVar("_Result")
 
@@ -43,7 +39,7 @@ def with_or_without(
         warn_user(
             f"C++ code of {', '.join(concerned)} cannot be compiled, so the program uses "
             f"torch operators instead: {reason_of(error)} To skip this attempt, set "
-            f"native_code=False or the environment variable {VARIABLE}=0."
+            f"native_code=False or the environment variable {NATIVE_CODE_VARIABLE}=0."
         )
         return result
 
@@ -53,10 +49,7 @@ def _is_wanted(native_code: bool | None) -> bool:
         if not isinstance(native_code, bool):
             raise UserError(f"native_code must be None, True or False, got {native_code!r}")
         return native_code
-    value = os.environ.get(VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise UserError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+    return native_code_wanted()
 
 
 def _without(backends: Mapping[str, Backend]) -> dict[str, Backend]:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from qompose.errors import QomposeWarning, UserError
+from qompose.backend import native_code_wanted
+from qompose.errors import QomposeWarning
 
 from qompose_x86_inductor.native.processor import Isa
 
@@ -68,12 +68,7 @@ def loaded(text: str, name: str, purpose: str) -> Callable[..., int] | None:
     Raises:
         UserError: the variable is neither 0 nor 1.
     """
-    wanted = os.environ.get("QOMPOSE_NATIVE_CODE", "1")
-    if wanted not in ("0", "1"):
-        raise UserError(
-            f"the environment variable QOMPOSE_NATIVE_CODE must be 0 or 1, got {wanted!r}"
-        )
-    if wanted == "0":
+    if not native_code_wanted():
         return None
     from torch._inductor.codecache import CppCodeCache
 
