@@ -414,3 +414,24 @@ def test_an_operator_that_cannot_be_exported_is_named(odd: type[nn.Module], plac
         qompose.quantize(
             Network(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
         )
+
+
+def test_a_mean_over_an_image_may_be_a_result() -> None:
+    class Means(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.inner(x), x.mean((2, 3), True), x.mean((2, 3)), x.mean((), True)
+
+    x = torch.randn(2, 3, 5, 4)
+    result = qompose.quantize(
+        Means().eval(), (x,), backends=["onnx"], calibration=[(x,)], target="onnxruntime",
+        progress=False,
+    )  # fmt: skip
+    kinds = [node.op_type for node in result.model.model.graph.all_nodes()]
+    assert kinds.count("GlobalAveragePool") == 1 and kinds.count("ReduceMean") == 2
+    with torch.no_grad():
+        for found, wanted in zip(result.model(x)[1:], result.converted(x)[1:], strict=True):
+            torch.testing.assert_close(found, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from typing import Any, Final
 
 import onnx_ir as ir
 import torch
-from qompose.backend import CallSignature, kit
+from onnx_ir.passes.common import DeduplicateInitializersPass
+from onnxscript.optimizer import fold_constants
+from qompose.backend import CallSignature
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose_onnx.constants import fit_constants
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.fused_graph import origins_of
 from qompose_onnx.shifts import SHIFTS, by_numbers
@@ -30,6 +32,8 @@ OPSET: Final = 20
 """With 21, ONNX Runtime 1.32 refuses some int8 around reshapes in float, of which it names the type twice."""
 OF_BLOCKS: Final = 21
 """The first with weights of four bits, with scales for blocks, and with integers of 16 bits."""
+FOLDED: Final = 8192
+"""Numbers of constants that torch's exporter folds for each reader anew; larger ones it shares."""
 SIXTEEN: Final = (torch.uint16, torch.int16)
 OWN: Final = ("quantized_decomposed", "qompose")
 """The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
@@ -66,9 +70,15 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
     for place, value in constants.items():
         made.exported_program.graph_signature.output_specs[place].arg.value = value
     _check_shifts(made.model, made.exported_program)
-    fit_constants(made.model, _of_four_bits(made.exported_program))
+    fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
+    DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
     _name_outputs(made.model, made.exported_program)
     return made.model, made.exported_program
+
+
+def _is_of_layout(node: ir.Node) -> bool | None:
+    """Tell what constants go through whatever their size: zero points have 64 bits in torch, for example."""
+    return node.op_type in ("Cast", "Transpose") or None
 
 
 def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
@@ -114,14 +124,6 @@ def _opset(program: ExportedProgram) -> int:
         if getattr(node.target, "namespace", "") == "quantized_decomposed"
     )
     return OF_BLOCKS if needed else OPSET
-
-
-def _of_four_bits(program: ExportedProgram) -> set[str]:
-    """Return the names of what is dequantized of weights in blocks of four bits or less."""
-    grouped = quantized.dequantize_per_channel_group.default
-    nodes = program.graph.find_nodes(op="call_function", target=grouped, sort=False)
-    low, high = kit.INT4
-    return {node.name for node in nodes if low <= node.args[3] and node.args[4] <= high}
 
 
 def _check_operators(program: ExportedProgram) -> None:

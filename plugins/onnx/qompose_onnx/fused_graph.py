@@ -34,7 +34,7 @@ _EIGHT_BITS: Final = ("u8", "i8")
 _COMPRESSED: Final = ("u4", "i4", *_EIGHT_BITS)
 _PRODUCT: Final = "FullyConnected"
 _NO_WORK: Final = frozenset({"Const", "Input", "Output"})
-_NUMBER: Final = re.compile(r"(_token_\d+|_nchwc|_nhwc|_of_integers)+$")
+_NUMBER: Final = re.compile(r"(_token_\d+|_nchwc|_nhwc)+$")
 _FX_NODE: Final = "pkg.torch.onnx.fx_node"
 
 

@@ -13,8 +13,11 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 from onnxscript import opset20 as op, opset21
+from onnxscript.function_libs.torch_lib.ops.core import aten_mean_dim
 from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+from qompose.backend.kit import INT4
 
 aten = torch.ops.aten
 quantized = torch.ops.quantized_decomposed
@@ -26,41 +29,43 @@ def _constant(value: Any, dtype: ir.DataType) -> Any:
     return op.Constant(value=ir.tensor(np.asarray(value, dtype.numpy())))
 
 
+def _of_type(value: Any, dtype: ir.DataType) -> Any:
+    """Return a number as a constant, or a value that is cast."""
+    return op.Cast(value, to=dtype) if isinstance(value, ir.Value) else _constant(value, dtype)
+
+
 def _onnx_type(dtype: Any) -> ir.DataType:
     """Return ONNX's name of a type, which the exporter gives as its number or as torch's."""
-    return ir.DataType(dtype) if isinstance(dtype, int) else _TYPES[dtype]
+    return ir.DataType(dtype) if isinstance(dtype, int) else from_torch_dtype(dtype)
 
 
-_TYPES: Final = {
-    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8, torch.int32: ir.DataType.INT32,
-    torch.int16: ir.DataType.INT16, torch.uint16: ir.DataType.UINT16, torch.float32: FLOAT,
-    torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-}  # fmt: skip
-
-
-def _clipped(integers: Any, low: int, high: int, dtype: ir.DataType) -> Any:
-    """Return integers within bounds, where these are narrower than the type's, to which ONNX saturates."""
-    info = np.iinfo(dtype.numpy())
-    if (low, high) == (info.min, info.max):
-        return integers
-    return op.Clip(integers, _constant(low, dtype), _constant(high, dtype))
-
-
-def quantize_per_tensor(
-    x: Any, scale: float, zero_point: int, low: int, high: int, dtype: Any
+def quantize(
+    x: Any, scale: Any, zero_point: Any, low: int, high: int, dtype: Any, **axis: int
 ) -> Any:
     """Put QuantizeLinear, and Clip where the integers have less than the range of their type."""
     kind = _onnx_type(dtype)
-    integers = op.QuantizeLinear(x, _constant(scale, FLOAT), _constant(zero_point, kind))
-    return _clipped(integers, low, high, kind)
+    integers = op.QuantizeLinear(x, _of_type(scale, FLOAT), _of_type(zero_point, kind), **axis)
+    if (low, high) == (kind.min, kind.max):
+        return integers
+    return op.Clip(integers, _constant(low, kind), _constant(high, kind))
 
 
-def dequantize_per_tensor(
-    x: Any, scale: float, zero_point: int, low: int, high: int, dtype: Any, out_dtype: Any = None
-) -> Any:
-    """Put DequantizeLinear."""
-    zero = _constant(zero_point, _onnx_type(dtype))
-    return _as(op.DequantizeLinear(x, _constant(scale, FLOAT), zero), out_dtype)
+def dequantize(
+    x: Any, scale: Any, zero_point: Any, low: int, high: int, dtype: Any, out_dtype: Any = None,
+    **axis: int,
+) -> Any:  # fmt: skip
+    """Put DequantizeLinear, of version 21 where scales are those of blocks."""
+    kind = _onnx_type(dtype)
+    if zero_point is None:
+        zero_point = np.zeros([int(size) for size in scale.shape])
+    if "block_size" in axis and INT4[0] <= low and high <= INT4[1]:
+        kind = ir.DataType.INT4
+        x = op.Cast(x, to=kind)
+    versions = opset21 if "block_size" in axis else op
+    floats = versions.DequantizeLinear(
+        x, _of_type(scale, FLOAT), _of_type(zero_point, kind), **axis
+    )
+    return _as(floats, out_dtype)
 
 
 def _as(floats: Any, dtype: Any) -> Any:
@@ -72,11 +77,7 @@ def quantize_per_channel(
     x: Any, scales: Any, zero_points: Any, axis: int, low: int, high: int, dtype: Any
 ) -> Any:
     """Put QuantizeLinear along an axis."""
-    kind = _onnx_type(dtype)
-    zeros = op.Cast(zero_points, to=kind)
-    return _clipped(
-        op.QuantizeLinear(x, op.Cast(scales, to=FLOAT), zeros, axis=axis), low, high, kind
-    )
+    return quantize(x, scales, zero_points, low, high, dtype, axis=axis)
 
 
 def dequantize_per_channel(
@@ -84,36 +85,22 @@ def dequantize_per_channel(
     out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Put DequantizeLinear along an axis; where zero points are floats, the arithmetic that it stands for."""
-    floats = op.Cast(scales, to=FLOAT)
-    if zero_points is not None and zero_points.dtype in (FLOAT, ir.DataType.DOUBLE):
-        shape = [1] * len(x.shape)
-        shape[axis] = -1
-        along = _constant(shape, ir.DataType.INT64)
-        zeros = op.Reshape(op.Cast(zero_points, to=FLOAT), along)
-        values = op.Mul(op.Sub(op.Cast(x, to=FLOAT), zeros), op.Reshape(floats, along))
-        return _as(values, out_dtype)
-    return _as(
-        op.DequantizeLinear(x, floats, _zeros(x, zero_points, scales, dtype), axis=axis), out_dtype
-    )
-
-
-def _zeros(x: Any, zero_points: Any, scales: Any, dtype: Any) -> Any:
-    kind = _onnx_type(dtype)
-    if zero_points is None:
-        return _constant(np.zeros([int(n) for n in scales.shape]), kind)
-    return op.Cast(zero_points, to=kind)
+    if zero_points is None or not zero_points.dtype.is_floating_point():
+        return dequantize(x, scales, zero_points, low, high, dtype, out_dtype, axis=axis)
+    shape = [1] * len(x.shape)
+    shape[axis] = -1
+    along = _constant(shape, ir.DataType.INT64)
+    zeros, factors = (op.Reshape(op.Cast(v, to=FLOAT), along) for v in (zero_points, scales))
+    return _as(op.Mul(op.Sub(op.Cast(x, to=FLOAT), zeros), factors), out_dtype)
 
 
 def dequantize_per_group(
     x: Any, scales: Any, zero_points: Any, low: int, high: int, dtype: Any, group_size: int = 0,
     output_dtype: Any = None,
 ) -> Any:  # fmt: skip
-    """Put DequantizeLinear in blocks along the rows of a matrix."""
-    zeros = _zeros(x, zero_points, scales, dtype)
-    floats = opset21.DequantizeLinear(
-        x, op.Cast(scales, to=FLOAT), zeros, axis=1, block_size=group_size
-    )
-    return _as(floats, output_dtype)
+    """Put DequantizeLinear in blocks along the rows of a matrix, of integers of four bits where these fit."""
+    blocks = {"axis": 1, "block_size": group_size}
+    return dequantize(x, scales, zero_points, low, high, dtype, output_dtype, **blocks)
 
 
 def choose_qparams(x: Any, low: int, high: int, eps: float, dtype: Any) -> Any:
@@ -129,10 +116,7 @@ def quantize_at_run_time(
     chosen = _chosen_by(scale)
     if chosen is not None and chosen.inputs[0] is x:
         return op.Identity(chosen.outputs[0])
-    zero = op.Cast(zero_point, to=_onnx_type(dtype))
-    return _clipped(
-        op.QuantizeLinear(x, op.Cast(scale, to=FLOAT), zero), low, high, _onnx_type(dtype)
-    )
+    return quantize(x, scale, zero_point, low, high, dtype)
 
 
 def dequantize_at_run_time(
@@ -140,30 +124,31 @@ def dequantize_at_run_time(
 ) -> Any:
     """Put DequantizeLinear with the scale that was chosen."""
     chosen = _chosen_by(scale)
-    if chosen is not None:
-        floats = op.DequantizeLinear(x, *chosen.outputs[1:])
-    else:
-        zero = op.Cast(zero_point, to=_onnx_type(dtype))
-        floats = op.DequantizeLinear(x, op.Cast(scale, to=FLOAT), zero)
-    return _as(floats, out_dtype)
+    if chosen is None:
+        return dequantize(x, scale, zero_point, low, high, dtype, out_dtype)
+    return _as(op.DequantizeLinear(x, *chosen.outputs[1:]), out_dtype)
 
 
 def _chosen_by(scale: Any) -> ir.Node | None:
     """Return the DynamicQuantizeLinear that chose a scale."""
     cast = scale.producer()
     node = None if cast is None or cast.inputs[0] is None else cast.inputs[0].producer()
-    return node if _reads(node, "DynamicQuantizeLinear") else None
+    return node if _is(node, "DynamicQuantizeLinear") else None
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """Put what runtimes fuse: Gemm with an int32 bias, MatMulInteger behind a chosen scale, else MatMul."""
-    integers, table = x.producer(), weight.producer()
-    if bias is not None and len(x.shape) == 2 and _reads(bias.producer(), "DequantizeLinear"):
+    if bias is not None and len(x.shape) == 2 and _is(bias.producer(), "DequantizeLinear"):
         return op.Gemm(x, weight, bias, alpha=1.0, beta=1.0, transB=1)
-    if _chosen(integers) and _reads(table, "DequantizeLinear"):
+    integers, table = x.producer(), weight.producer()
+    if not _is(table, "DequantizeLinear"):
+        product = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+    elif _is(integers, "DequantizeLinear") and _is(
+        integers.inputs[1].producer(), "DynamicQuantizeLinear"
+    ):
         product = _integer_product(integers, table)
     else:
-        product = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+        product = op.MatMul(x, _transposed(table))
     return product if bias is None else op.Add(product, bias)
 
 
@@ -174,15 +159,31 @@ def _integer_product(x: ir.Node, weight: ir.Node) -> Any:
     return op.Mul(op.Cast(total, to=FLOAT), op.Mul(scale, weight.inputs[1]))
 
 
-def _reads(node: ir.Node | None, op_type: str) -> bool:
+def _transposed(weight: ir.Node) -> Any:
+    """Transpose the constants that are dequantized, once and for all, rather than the floats."""
+    facts = {name: attribute.as_int() for name, attribute in weight.attributes.items()}
+    if "axis" in facts:
+        facts["axis"] = 1 - facts["axis"]
+    versions, of_blocks = (opset21, 3) if "block_size" in facts else (op, 1)
+    constants = [
+        op.Transpose(value, perm=[1, 0]) if place < of_blocks else value
+        for place, value in enumerate(weight.inputs)
+    ]
+    return versions.DequantizeLinear(*constants, **facts)
+
+
+def _is(node: ir.Node | None, op_type: str) -> bool:
     return node is not None and node.op_type == op_type
 
 
-def _chosen(node: ir.Node | None) -> bool:
-    """Tell whether a node dequantizes with a scale that DynamicQuantizeLinear chose."""
-    if node is None or node.op_type != "DequantizeLinear" or node.inputs[1] is None:
-        return False
-    return _reads(node.inputs[1].producer(), "DynamicQuantizeLinear")
+def mean(x: Any, dim: Any, keepdim: bool = False, dtype: int = -1) -> Any:
+    """Put GlobalAveragePool, which runtimes fuse, for means over images; torch's exporter puts ReduceMean."""
+    rank = len(x.shape)
+    dim = [*(dim or range(rank))]
+    is_image = rank > 2 and sorted(axis % rank for axis in dim) == [*range(2, rank)]
+    if is_image and keepdim and dtype in (-1, None):
+        return op.GlobalAveragePool(x)
+    return aten_mean_dim(x, dim, keepdim, dtype)
 
 
 def attention(
@@ -225,8 +226,8 @@ def _extremum(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
-    quantized.quantize_per_tensor.default: quantize_per_tensor,
-    quantized.dequantize_per_tensor.default: dequantize_per_tensor,
+    quantized.quantize_per_tensor.default: quantize,
+    quantized.dequantize_per_tensor.default: dequantize,
     quantized.quantize_per_channel.default: quantize_per_channel,
     quantized.dequantize_per_channel.default: dequantize_per_channel,
     quantized.dequantize_per_channel_group.default: dequantize_per_group,
@@ -236,6 +237,7 @@ TRANSLATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     aten.amax.default: _extremum(op.ReduceMax),
     aten.amin.default: _extremum(op.ReduceMin),
     aten.linear.default: linear,
+    aten.mean.dim: mean,
     aten.scaled_dot_product_attention.default: attention,
 }
 """By operator, for the table of translations of `torch.onnx.export`."""
