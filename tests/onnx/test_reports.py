@@ -62,6 +62,36 @@ def test_a_linear_that_is_quantized_and_read_in_float_is_fused(
             assert sqnr(wanted, found) > 60
 
 
+def test_int8_linears_of_several_rows_are_fused() -> None:
+    """On x86, ONNX Runtime makes uint8 of int8 where both operators, quantize and dequantize, are a pair."""
+    x = torch.randn(2, 3, 32)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config("int8"))
+    result = qompose.quantize(
+        model, (x,), backends=quantizer, calibration=[(x,)], target="onnxruntime", strict=True,
+        progress=False,
+    )  # fmt: skip
+    assert {row.kernel for row in result.report.rows} == {"QGemm"}
+
+
+@pytest.mark.parametrize(("shape", "bias"), [((4, 64), True), ((2, 3, 64), False)], ids=str)
+@pytest.mark.parametrize("after", [nn.ReLU(), nn.ReLU6()], ids=["relu", "relu6"])
+def test_weights_of_four_bits_before_a_relu_are_fused(
+    shape: tuple[int, ...], bias: bool, after: nn.Module
+) -> None:
+    """ONNX Runtime looks behind a relu for an operator that quantizes."""
+    x = torch.randn(shape)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx"))
+    quantizer.set_global(config(weight_only=True, group_size=32))
+    result = qompose.quantize(
+        nn.Sequential(nn.Linear(64, 64, bias=bias), after, nn.Linear(64, 8)).eval(), (x,),
+        backends=quantizer, target="onnxruntime", strict=True, progress=False,
+    )  # fmt: skip
+    assert [row.kernel for row in result.report.rows] == ["MatMulNBits", "", "MatMulNBits"]
+    with torch.no_grad():
+        assert sqnr(result.converted(x), result.model(x)) > 60
+
+
 @pytest.mark.full
 def test_what_openvino_computes_in_a_loop_in_float_is_not_counted_as_int8() -> None:
     pytest.importorskip("openvino")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What regions look like when runtimes are to fuse them: each stays, in place, but for three things.
+"""What regions look like when runtimes are to fuse them: each stays, in place, but for what they cannot fuse.
 
 An activation bounds the integers behind it, a bias becomes int32 between its own dequantize
 operator, and the product of a linear with a bias is one of matrices, since QGemm takes nothing else.
@@ -30,7 +30,7 @@ def for_runtimes(region: Region) -> None:
 
 
 def for_openvino(region: Region) -> None:
-    """Do the same, but leave bounds where they are: OpenVINO applies them before it rounds, once."""
+    """Rewrite it as `for_runtimes` does, but keep bounds: OpenVINO applies them before it rounds, once."""
     _make_integer(region)
     _is_implied(region)
 
@@ -43,22 +43,31 @@ def _make_integer(region: Region) -> None:
         if is_linear:
             _make_matrix(region)
     if is_linear and _is_read_both_ways(region):
-        behind(
-            region, lambda end: called(aten.squeeze.dim, called(aten.unsqueeze.default, end, 0), 0)
-        )
+        _keep_apart(region)
 
 
 def _is_read_both_ways(region: Region) -> bool:
     """Tell whether some readers quantize the floats of a linear, at once or behind an activation.
 
-    ONNX Runtime 1.32 fuses a linear whose readers are all of one kind, so one stands between it and them: two
-    operators that move nothing, and that neither the exporter nor ONNX Runtime takes out.
+    ONNX Runtime 1.32 fuses a linear whose readers are all of one kind.
     """
     readers = [*region.output_node.users]
     behind_them = [*readers, *(user for reader in readers for user in reader.users)]
     return len(readers) > 1 and any(
         node.target is quantized.quantize_per_tensor.default for node in behind_them
     )
+
+
+def of_weights_alone(region: Region) -> None:
+    """Keep a linear apart from a bound: ONNX Runtime 1.32 seeks integers behind that, and fuses neither."""
+    readers = " ".join(str(user.target) for user in region.output_node.users)
+    if any(name in readers for name in ("relu", "hardtanh", "clamp")):
+        _keep_apart(region)
+
+
+def _keep_apart(region: Region) -> None:
+    """Put two operators before the readers that move nothing, and that no exporter or runtime takes out."""
+    behind(region, lambda end: called(aten.squeeze.dim, called(aten.unsqueeze.default, end, 0), 0))
 
 
 def _is_implied(region: Region) -> bool:
@@ -117,13 +126,12 @@ def dequantized_constant(
     """
     made = [region.constant(path, integers)]
     if len(scales) == 1:
-        each = (float(scales), 0)
-        made.append(region.step(quantized.dequantize_per_tensor.default, *made, *each, *bounds))
+        facts = (float(scales), 0, *bounds)
+        made.append(region.step(quantized.dequantize_per_tensor.default, *made, *facts))
     else:
-        zeros = torch.zeros(len(scales), dtype=torch.int64)
         made.append(region.constant(f"{path}_scale", scales))
-        made.append(region.constant(f"{path}_zero_point", zeros))
-        made.append(region.step(quantized.dequantize_per_channel.default, *made, 0, *bounds))
+        facts = (None, 0, *bounds)
+        made.append(region.step(quantized.dequantize_per_channel.default, *made, *facts))
     return before_op(region, *made)
 
 
@@ -135,20 +143,19 @@ def before_op(region: Region, *nodes: Node) -> Node:
 
 
 def _make_matrix(region: Region) -> None:
-    """Multiply the rows of all leading dimensions as one matrix; integers change their shape, not floats."""
-    op, last = region.node("op"), region.output_node
+    """Multiply the rows of all leading dimensions as one matrix, and let integers take their shape again.
+
+    The floats of the input change theirs: ONNX Runtime moves that before its pair of operators.
+    """
+    op, source = region.node("op"), region.inputs("input")[0]
     shape = op.meta["val"].shape
     if len(shape) == 2:
         return
-    x = region.quantized("input")
-    sizes = _sizes(region, x.node, shape)
-    rows = region.step(aten.reshape.default, x.node, [-1, x.node.meta["val"].shape[-1]])
-    scale = (x.scale, x.zero_point, x.low, x.high, x.dtype)
-    read = region.step(quantized.dequantize_per_tensor.default, rows, *scale)
-    for node in (*(size for size in sizes if isinstance(size, Node)), rows, read):
-        op.prepend(node)
-    op.replace_input_with(region.inputs("input")[0], read)
-    for node in (op, last):
+    sizes = _sizes(region, source, shape)
+    rows = region.step(aten.reshape.default, source, [-1, source.meta["val"].shape[-1]])
+    before = [size for size in sizes if isinstance(size, Node)]
+    op.replace_input_with(source, before_op(region, *before, rows))
+    for node in (op, region.output_node):
         node.meta["val"] = node.meta["val"].flatten(0, -2)
     behind(region, lambda end: called(aten.reshape.default, end, sizes, shape=shape))
 

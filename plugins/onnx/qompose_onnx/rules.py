@@ -7,7 +7,7 @@ then makes of each, its last step reports (`qompose_onnx.targets`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
@@ -28,7 +28,12 @@ from qompose_onnx.names import (
     TENSORRT_INT8,
     WEIGHT_ONLY,
 )
-from qompose_onnx.regions import for_openvino, for_runtimes, mean_over_image
+from qompose_onnx.regions import (
+    for_openvino,
+    for_runtimes,
+    mean_over_image,
+    of_weights_alone,
+)
 from qompose_onnx.transposed import as_convolution
 
 aten = torch.ops.aten
@@ -82,8 +87,13 @@ def _kernels(
         return replace(kernel, otherwise=chain(others, emit)) if others else kernel
 
     found = dict.fromkeys(("onnx", "onnxruntime"), chain(names, emit))
-    for_its = for_openvino if emit is for_runtimes else emit
-    return {**found, OPENVINO: chain(openvino, for_its)} if openvino else found
+    return (
+        {**found, OPENVINO: chain(openvino, _FOR_OPENVINO.get(emit, emit))} if openvino else found
+    )
+
+
+_FOR_OPENVINO: Final[Mapping[Any, Any]] = {for_runtimes: for_openvino, of_weights_alone: None}
+"""What rewrites a region for OpenVINO, where that differs."""
 
 
 BOUNDED: Final = kit.any_of("hardtanh", kit.HARDTANH, kit.RELU6)
@@ -128,7 +138,11 @@ _DYNAMIC: Final = _kernels(
     "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger", openvino=(), float_output=True
 )
 _WEIGHT_ONLY: Final = _kernels(
-    WEIGHT_ONLY, openvino=(OPENVINO_WEIGHTS,), float_output=True, float_arithmetic=True
+    WEIGHT_ONLY,
+    emit=of_weights_alone,
+    openvino=(OPENVINO_WEIGHTS,),
+    float_output=True,
+    float_arithmetic=True,
 )
 
 
