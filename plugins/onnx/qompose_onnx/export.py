@@ -22,8 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose_onnx.errors import ONNXTargetError
-from qompose_onnx.fused_graph import origins_of
-from qompose_onnx.shifts import SHIFTS, by_numbers
+from qompose_onnx.shifts import BY_TENSORS, SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
 
 quantized = torch.ops.quantized_decomposed
@@ -52,8 +51,8 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         program = torch.export.export(
             module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
         )
-        _check_operators(program)
         by_numbers(_calls(program))
+        _check_operators(program)
         constants = _without_constants(program)
         try:
             made = torch.onnx.export(
@@ -69,7 +68,6 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
     _check_writes(made.exported_program)
     for place, value in constants.items():
         made.exported_program.graph_signature.output_specs[place].arg.value = value
-    _check_shifts(made.model, made.exported_program)
     fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
     DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
     _name_outputs(made.model, made.exported_program)
@@ -127,7 +125,7 @@ def _opset(program: ExportedProgram) -> int:
 
 
 def _check_operators(program: ExportedProgram) -> None:
-    """Raise for quantization that QDQ cannot say, such as a scale per token."""
+    """Raise for quantization that QDQ cannot say, such as a scale per token, and for shifts by tensors."""
     for node in _calls(program):
         target: Any = node.target
         if getattr(target, "namespace", "") in OWN and target not in TRANSLATIONS:
@@ -141,6 +139,11 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
+        if getattr(target, "overloadpacket", None) in BY_TENSORS and target not in SHIFTS:
+            raise ONNXTargetError(
+                f"{_place(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
+                "Python int (not in place), or multiply or divide by a power of two"
+            )
 
 
 def _check_writes(program: ExportedProgram) -> None:
@@ -152,20 +155,6 @@ def _check_writes(program: ExportedProgram) -> None:
             f"the model writes to {', '.join(dict.fromkeys(written))}, but an ONNX model cannot "
             "modify its state or inputs. Make the model take these tensors as inputs and return "
             "their new values"
-        )
-
-
-def _check_shifts(model: ir.Model, program: ExportedProgram) -> None:
-    """Raise for shifts that are still ONNX's, on which runtimes do not agree."""
-    shifts = [node.name or "" for node in model.graph.all_nodes() if node.op_type == "BitShift"]
-    if shifts:
-        origins = origins_of(model)
-        names = {origins.get(name, name) for name in shifts}
-        places = [_place(node) for node in _calls(program) if node.name in names]
-        raise ONNXTargetError(
-            f"{', '.join(places or sorted(names))}: ONNX runtimes disagree on bit shifts by a "
-            "tensor. Shift by a Python int (not in place), or multiply or divide by a power "
-            "of two"
         )
 
 

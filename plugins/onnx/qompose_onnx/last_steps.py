@@ -105,7 +105,7 @@ def _in_onnx_runtime(made: _Made) -> Finished:
     program = made.program
     with program.written() as path, tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        program.use(OnnxRuntimeSession(path, optimized))
+        program.use(OnnxRuntimeSession(path, optimized=optimized))
         found = in_onnx_runtime(optimized, origins_of(program.model))
     return _finished(made, found, "ONNX Runtime")
 

@@ -15,8 +15,7 @@ import torch
 from qompose.backend import CallInterface, draft_of
 
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
-from qompose_onnx.names import ONNXRUNTIME, OPENVINO
-from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session, missing
+from qompose_onnx.runtimes import SESSIONS, Session, missing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -177,10 +176,10 @@ def _names(values: Iterable[ir.Value]) -> list[str]:
 
 
 def _loaded(path: Path, runtime: str) -> Session:
-    known = [runtime] if runtime else [ONNXRUNTIME, OPENVINO]
+    known = [runtime] if runtime else [*SESSIONS]
     for name in known:
         if missing(name) is None:
-            return OnnxRuntimeSession(path) if name == ONNXRUNTIME else OpenVinoSession(path)
+            return SESSIONS[name](path)
     raise ONNXTargetError(
         f"calling the program requires a runtime: {missing(known[0])}. It can be saved without one"
     )

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,15 +24,39 @@ EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 
 class Session(ABC):
-    """A file in a runtime.
+    """A file in a runtime, on processors.
 
     Attributes:
         runtime: its name, for messages.
+        package: that has it.
         inputs: the names of what the file reads.
+
+    Args:
+        path: of the file.
+        options: of a runtime.
+
+    Raises:
+        ONNXTargetError: the runtime is broken, or refuses the file.
     """
 
     runtime: ClassVar[str]
+    package: ClassVar[str]
     inputs: frozenset[str]
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        package = _imported(self.package)
+        try:
+            self._load(package, str(path), **options)
+        except Exception as error:  # errors of runtimes have no class in common
+            raise ONNXTargetError(
+                f"{self.runtime} {package.__version__} cannot load {path.name}: {_said(error)}. "
+                "Upgrade the runtime if an operator or opset is unsupported, or lower the model "
+                "for the target 'torch'"
+            ) from error
+
+    @abstractmethod
+    def _load(self, package: Any, path: str) -> None:
+        """Load a file, or raise whatever the runtime raises."""
 
     def run(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs by their names.
@@ -44,7 +67,7 @@ class Session(ABC):
         known = {name: x for name, x in feeds.items() if name in self.inputs}
         try:
             return self._outputs({name: x.cpu().contiguous().numpy() for name, x in known.items()})
-        except Exception as error:  # errors of runtimes have no class in common
+        except Exception as error:
             shapes = {name: tuple(x.shape) for name, x in feeds.items()}
             raise ONNXTargetError(
                 f"{self.runtime} cannot run the program with input shapes {shapes}: {_said(error)}"
@@ -73,32 +96,19 @@ def _imported(package: str) -> Any:
 
 
 class OnnxRuntimeSession(Session):
-    """A file in ONNX Runtime, on processors.
+    """A file in ONNX Runtime; `optimized` is where to write the graph that it executes, None: nowhere."""
 
-    Args:
-        path: of the file.
-        optimized: where to write the graph that ONNX Runtime executes; None: nowhere.
+    runtime, package = "ONNX Runtime", ONNXRUNTIME
 
-    Raises:
-        ONNXTargetError: ONNX Runtime is broken, or refuses the file.
-    """
-
-    runtime = "ONNX Runtime"
-
-    def __init__(self, path: Path, optimized: Path | None = None) -> None:
-        onnxruntime = _imported(ONNXRUNTIME)
-        options = onnxruntime.SessionOptions()
+    def _load(self, package: Any, path: str, optimized: Path | None = None) -> None:
+        options = package.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4
         options.add_session_config_entry(*EXACT_PRODUCTS)
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
-        try:
-            self._session = onnxruntime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            raise _refused(path, self.runtime, onnxruntime.__version__, error) from error
+        providers = ["CPUExecutionProvider"]
+        self._session = package.InferenceSession(path, options, providers=providers)
         self.inputs = frozenset(value.name for value in self._session.get_inputs())
 
     def _outputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -108,26 +118,18 @@ class OnnxRuntimeSession(Session):
 
 
 class OpenVinoSession(Session):
-    """A file in OpenVINO, on processors.
+    """A file in OpenVINO."""
 
-    Raises:
-        ONNXTargetError: OpenVINO is broken, or refuses the file.
-    """
+    runtime, package = "OpenVINO", OPENVINO
 
-    runtime = "OpenVINO"
-
-    def __init__(self, path: Path) -> None:
-        openvino = _imported(OPENVINO)
-        core = openvino.Core()
+    def _load(self, package: Any, path: str) -> None:
+        core = package.Core()
         options = {
             "INFERENCE_PRECISION_HINT": "f32",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",  # what weights alone multiply stays in float
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
-        try:
-            self.compiled: Any = core.compile_model(core.read_model(str(path)), "CPU", options)
-        except Exception as error:
-            raise _refused(path, self.runtime, openvino.__version__, error) from error
+        self.compiled: Any = core.compile_model(core.read_model(path), "CPU", options)
         self._request = self.compiled.create_infer_request()
         self.inputs = frozenset(name for x in self.compiled.inputs for name in x.get_names())
 
@@ -140,9 +142,10 @@ class OpenVinoSession(Session):
         }
 
 
-_SESSIONS: Final[Mapping[str, Callable[[Path], Session]]] = MappingProxyType(
-    {ONNXRUNTIME: OnnxRuntimeSession, OPENVINO: OpenVinoSession}
+SESSIONS: Final[Mapping[str, type[Session]]] = MappingProxyType(
+    {session.package: session for session in (OnnxRuntimeSession, OpenVinoSession)}
 )
+"""By the name of a package."""
 
 
 def sums_are_exact_here() -> bool:
@@ -150,8 +153,8 @@ def sums_are_exact_here() -> bool:
 
     It is true without any.
     """
-    installed = (name for name in _SESSIONS if missing(name) is None)
-    return all(map(sums_are_exact, itertools.islice(installed, 1)))
+    installed = [name for name in SESSIONS if missing(name) is None]
+    return all(map(sums_are_exact, installed[:1]))
 
 
 @functools.cache
@@ -167,7 +170,7 @@ def sums_are_exact(runtime: str) -> bool:
         path = Path(folder) / "linear.onnx"
         onnx.save(onnx.parser.parse_model(_linear()), path)
         try:
-            found = _SESSIONS[runtime](path).run({"x": torch.ones(1, _DEPTH)})["y"]
+            found = SESSIONS[runtime](path).run({"x": torch.ones(1, _DEPTH)})["y"]
         except ONNXTargetError:
             return True
     return bool((found - _DEPTH).abs().max() < 0.5)
@@ -189,13 +192,6 @@ linear (float[1, {_DEPTH}] x) => (float[1, {_WIDTH}] y) <
     w_dq = DequantizeLinear(w, w_scale, w_zero)
     y = MatMul(x_dq, w_dq)
 }}"""
-
-
-def _refused(path: Path, runtime: str, version: str, error: Exception) -> ONNXTargetError:
-    return ONNXTargetError(
-        f"{runtime} {version} cannot load {path.name}: {_said(error)}. Upgrade the runtime if "
-        "an operator or opset is unsupported, or lower the model for the target 'torch'"
-    )
 
 
 def _said(error: Exception) -> str:
