@@ -138,6 +138,13 @@ BENCHMARKS = (
         figures=False,
     ),
     Benchmark(
+        "sequential_memory",
+        "How much memory does GPTQ take beside the float model, one layer at a time or all at once?",
+        ("qompose", "qompose_x86_inductor", "torch"),
+        ("--widths", "128", "128"),
+        figures=False,
+    ),
+    Benchmark(
         "xnnpack_runtime",
         "How fast, small and accurate are programs for ExecuTorch's XNNPACK?",
         (*_ENGINES, "transformers"),

@@ -22,6 +22,7 @@ from qompose.algorithms.products import (
     InputMoments,
     Inputs,
     Operands,
+    Symmetric,
     check_seen,
     columns_of,
     in_stripes,
@@ -379,8 +380,10 @@ class _Rerun(Inputs):
                 yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
 
     def moments(self, columns: slice) -> Tensor:
+        return self.symmetric(columns).whole()
+
+    def symmetric(self, columns: slice) -> Symmetric:
         groups, width = columns_of(self.product)[0].groups, len(range(self.channels)[columns])
-        # What is above the diagonal is below it, too.
         stripes = {
             (first, last): torch.zeros(groups, last - first, last, dtype=torch.float64)
             for first, last in in_stripes(width)
@@ -390,13 +393,9 @@ class _Rerun(Inputs):
             for (first, last), stripe in stripes.items():
                 of_rows = some[..., first:last].transpose(1, 2)
                 stripes[first, last] = stripe.to(some.device).baddbmm_(of_rows, some[..., :last])
-        found = torch.empty(groups, width, width)
-        for first, last in list(stripes):
-            part = self._of_all(stripes.pop((first, last))).div_(self.unit).float()
-            found = found.to(part.device)
-            found[:, first:last, :last] = part
-            found[:, :first, first:last] = part[..., :first].transpose(1, 2)
-        return found
+        for where, stripe in stripes.items():  # each in the place of twice as many bytes
+            stripes[where] = self._of_all(stripe).div_(self.unit).float()
+        return Symmetric(stripes)
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         found = torch.zeros(len(differences), dtype=torch.float64)

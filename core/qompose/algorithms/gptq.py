@@ -40,11 +40,11 @@ from qompose.algorithms.products import (
     Inputs,
     NotChanged,
     Operands,
+    Symmetric,
     change_products,
     check_own_integers,
     check_own_scales,
     columns_of,
-    in_stripes,
     moments_asked,
     moments_read,
     noted,
@@ -393,7 +393,7 @@ def _by_forms(rounding: _Rounding, inputs: Inputs, forms: Sequence[_Form]) -> li
     """Return the values that a weight has once it is rounded by each form."""
     found: list[list[Tensor]] = [[] for _ in forms]
     for some in _together(inputs.channels, forms[0].group_size):
-        moments = inputs.moments(some)
+        moments = inputs.symmetric(some)
         for values, form in zip(found, forms, strict=True):
             values.append(rounding.values_by(_Order.of(some, moments, form)))
     return [torch.cat(values, dim=1).transpose(1, 2) for values in found]
@@ -430,7 +430,7 @@ def _rounded_parts(
     weight = reader.weight
     assert weight is not None
     columns = _together(inputs.channels, form.group_size)
-    orders = [_Order.of(some, inputs.moments(some), form) for some in columns]
+    orders = [_Order.of(some, inputs.symmetric(some), form) for some in columns]
     most = max(1, _AT_A_TIME // max(1, weight[0].numel())) if _by_rows(reader, q) else len(weight)
     for first in range(0, len(weight), most):
         rows = slice(first, first + most)
@@ -481,13 +481,13 @@ class _Order:
     form: _Form
 
     @classmethod
-    def of(cls, columns: slice, moments: Tensor, form: _Form) -> _Order:
-        """Return that of the second moments of some columns, `(groups, K, K)`.
+    def of(cls, columns: slice, moments: Symmetric, form: _Form) -> _Order:
+        """Return that of the second moments of some columns.
 
         Raises:
             NotChanged: they cannot be factorized.
         """
-        sizes = moments.diagonal(dim1=1, dim2=2)
+        sizes = moments.diagonal()
         places = sizes.argsort(dim=1, descending=True, stable=True)
         if not form.by_size:
             places = places.sort(dim=1).values
@@ -552,7 +552,7 @@ def _next_to(inside: Tensor) -> list[tuple[Any, Any]]:
     return [*zip(inside.floor().unbind(1), inside.ceil().unbind(1), strict=True)]
 
 
-def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
+def _handed_on(moments: Symmetric, places: Tensor, form: _Form) -> Tensor:
     """Return the part of each column's error that is added to each later one, `(groups, K, K)`.
 
     With `H = R R'` for an upper triangular `R` the squared error `E H E'` is that of `E R`, whose columns can
@@ -561,13 +561,13 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     is factorized is the part that is not believed, at least: float32 is enough.
 
     Args:
-        moments: `(groups, K, K)`.
+        moments: of K columns.
         places: the order of columns, `(groups, K)`.
 
     Raises:
         NotChanged: they cannot be factorized.
     """
-    powers = moments.diagonal(dim1=1, dim2=2).gather(1, places)
+    powers = moments.diagonal().gather(1, places)
     damped = powers + form.damping * powers.mean(1, keepdim=True)
     sizes, back = (
         damped.clamp(min=NOTHING).sqrt(),
@@ -576,7 +576,7 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     shrunk = _in_order(moments, back)
     shrunk.div_(sizes.flip(1)[:, None]).mul_(form.believed / sizes.flip(1)[:, :, None])
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
-    failed = torch.empty(len(moments), dtype=torch.int32, device=moments.device)
+    failed = torch.empty(len(shrunk), dtype=torch.int32, device=shrunk.device)
     torch.linalg.cholesky_ex(shrunk, out=(shrunk, failed))
     if bool(failed.any()):
         raise NotChanged(
@@ -588,16 +588,17 @@ def _handed_on(moments: Tensor, places: Tensor, form: _Form) -> Tensor:
     return root.div_((diagonal * sizes)[:, None]).mul_(sizes[:, :, None])
 
 
-def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
-    """Return square matrices whose rows and columns are in an order, `(groups, K)`.
+def _in_order(matrices: Symmetric, order: Tensor) -> Tensor:
+    """Return matrices whose rows and columns are in an order, `(groups, K)`.
 
     They are stored by columns, as LAPACK has matrices: a factor can take the place of what is factorized.
     """
-    result = matrices.new_empty(matrices.shape)
-    for matrix, own, columns in zip(matrices, order, result, strict=True):
-        for first, last in in_stripes(len(own)):
-            rows = matrix.index_select(0, own[first:last])
-            columns[:, first:last] = rows.index_select(1, own).T
+    groups, width = order.shape
+    result = torch.empty(groups, width, width, device=order.device)
+    places = order.argsort(dim=1)
+    for rows, values in matrices.rows():
+        for columns, own, to, part in zip(result, order, places, values, strict=True):
+            columns.index_copy_(0, to[rows], part.index_select(1, own))
     return result.transpose(1, 2)
 
 

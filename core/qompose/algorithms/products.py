@@ -256,6 +256,10 @@ class Inputs:
         """Return second moments of some columns of each group, `(groups, c, c)`, in a tensor of their own."""
         raise NotImplementedError
 
+    def symmetric(self, columns: slice) -> Symmetric:
+        """Return second moments of some columns of each group, in as little memory as they take."""
+        return Symmetric.of(self.moments(columns))
+
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         """Return the squared errors of products whose weights are off by `(groups, outputs, K)` each."""
         raise NotImplementedError
@@ -374,6 +378,15 @@ class InputMoments(Inputs):
         found.diagonal(dim1=1, dim2=2).add_(self._of_noise())
         return found
 
+    def symmetric(self, columns: slice) -> Symmetric:
+        inside, noise, stripes = range(self.channels)[columns], self._of_noise(), {}
+        for first, last in in_stripes(len(inside)):
+            rows, before = inside[first:last], inside[:last]
+            part = self._of(slice(rows.start, rows.stop), slice(before.start, before.stop))
+            part.diagonal(offset=first, dim1=1, dim2=2).add_(noise)
+            stripes[first, last] = part
+        return Symmetric(stripes)
+
     def powers(self) -> Tensor:
         """Return the second moment of each column, `(groups, K)`: the diagonal, without the matrix."""
         parts = [slice(first, last) for first, last in in_stripes(self.channels)]
@@ -413,6 +426,43 @@ def in_stripes(width: int) -> Iterator[tuple[int, int]]:
     size = max(1, -(-width // _STRIPES))
     for first in range(0, width, size):
         yield first, min(first + size, width)
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Symmetric matrices, `(groups, K, K)`, of which half need be held.
+
+    Attributes:
+        stripes: by first row and the one behind the last, some rows of the columns up to there at least.
+    """
+
+    stripes: Mapping[tuple[int, int], Tensor]
+
+    @classmethod
+    def of(cls, matrices: Tensor) -> Symmetric:
+        """Return matrices that are held as they are."""
+        columns, parts = matrices.transpose(1, 2), in_stripes(matrices.shape[1])
+        return cls({(first, last): columns[:, first:last] for first, last in parts})
+
+    def diagonal(self) -> Tensor:
+        """Return their diagonals, `(groups, K)`."""
+        return torch.cat(
+            [part.diagonal(offset=at, dim1=1, dim2=2) for (at, _), part in self.stripes.items()], 1
+        )
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield whole rows of theirs, `(groups, r, K)`, some at a time."""
+        width = max(last for _, last in self.stripes)
+        for (first, last), part in self.stripes.items():
+            if part.shape[2] < width:
+                others = [other for (start, _), other in self.stripes.items() if start >= last]
+                behind = [other[..., first:last].transpose(1, 2) for other in others]
+                part = torch.cat([part[..., :last], *behind], dim=2)
+            yield slice(first, last), part
+
+    def whole(self) -> Tensor:
+        """Return them in a tensor of their own."""
+        return torch.cat([part for _, part in self.rows()], dim=1)
 
 
 def columns_of(product: Operands) -> tuple[Columns, int]:

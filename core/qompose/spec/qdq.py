@@ -302,11 +302,11 @@ def integers_of(constant: Tensor, q: QParams, absorbed: Absorbed = ()) -> Tensor
 
     Float zero points are added before rounding; see `quantize_float_zero_point`.
     """
-    block = constant.shape[0] // q.scale.shape[0] if q.blocks and constant.numel() else 1
+    block = _rows_of_block(constant, q)
     result = torch.empty(constant.shape, dtype=q.dtype, device=constant.device)
     for first, last, rows in in_rows(constant, absorbed, block):
         target = result[first:last] if constant.dim() else result
-        target.copy_(_quantize(rows, q, first // block, last // block))
+        target.copy_(_quantize(rows, _of_rows(q, rows.dim(), first // block, last // block)))
     return result
 
 
@@ -327,7 +327,33 @@ def for_each_value(q: QParams, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def values_of_integers(integers: Tensor, q: QParams) -> Tensor:
-    """Return the values that the integers of a parameter stand for, in float32."""
+    """Return the values that the integers of a parameter stand for, in float32.
+
+    Operators hold several copies of what they are given, which is some rows at a time.
+    """
+    if integers.numel() <= _CHUNK:
+        return _dequantize(integers, q)
+    block = _rows_of_block(integers, q)
+    result = torch.empty(integers.shape, device=integers.device)
+    for first, last, rows in in_rows(integers, multiple=block):
+        part = _of_rows(q, rows.dim(), first // block, last // block)
+        result[first:last] = _dequantize(rows, part)
+    return result
+
+
+def _rows_of_block(constant: Tensor, q: QParams) -> int:
+    """Return how many rows of a parameter have the same scales, 1 where that does not matter."""
+    return constant.shape[0] // q.scale.shape[0] if q.blocks and constant.numel() else 1
+
+
+def _of_rows(q: QParams, rank: int, first: int, last: int) -> QParams:
+    """Return what some rows are quantized by: the scales from `first` to `last`, if rows have any."""
+    if not q.blocks and (q.per_tensor or q.axis not in (0, -rank)):
+        return q
+    return replace(q, scale=q.scale[first:last], zero_point=q.zero_point[first:last])
+
+
+def _dequantize(integers: Tensor, q: QParams) -> Tensor:
     scale, zero_point = q.scale.to(integers.device), q.zero_point.to(integers.device)
     given: tuple[Any, Any] = (
         (float(scale), int(zero_point)) if q.per_tensor else (scale, zero_point)
@@ -338,16 +364,13 @@ def values_of_integers(integers: Tensor, q: QParams) -> Tensor:
     return values
 
 
-def _quantize(x: Tensor, q: QParams, first: int, last: int) -> Tensor:
-    """Quantize some rows, whose scales along dimension 0 are those from `first` to `last`."""
+def _quantize(x: Tensor, q: QParams) -> Tensor:
     bounds = (q.low, q.high, q.dtype)
     x = x.float()
     if q.per_tensor:
         quantized: Tensor = quantize_per_tensor(x, float(q.scale), int(q.zero_point), *bounds)
         return quantized
     scale, zero_point = q.scale, q.zero_point
-    if q.blocks or q.axis in (0, -x.dim()):
-        scale, zero_point = scale[first:last], zero_point[first:last]
     if q.blocks:
         size = _group_size(scale, tuple(x.shape))
         if size is None or q.dtype in FLOAT8:

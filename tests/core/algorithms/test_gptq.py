@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig
 from qompose.algorithms import GPTQ, SequentialGPTQ, gptq
 from qompose.algorithms.gptq import _Form, _Order, _Rounding
-from qompose.algorithms.products import InputRows, Operands, columns_of
+from qompose.algorithms.products import InputRows, Operands, Symmetric, columns_of, in_stripes
 from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     AutoRangeObserver,
@@ -232,7 +232,7 @@ def rounding(weight: Tensor, step: float) -> _Rounding:
 
 def rounded(tried: _Rounding, rows: InputRows) -> Tensor:
     """Return integers as floats."""
-    orders = [_Order.of(c, rows.moments(c), NEAR) for c in gptq._together(rows.channels)]
+    orders = [_Order.of(c, rows.symmetric(c), NEAR) for c in gptq._together(rows.channels)]
     return tried.rounded(orders).positions.round()
 
 
@@ -271,13 +271,27 @@ def test_a_column_takes_back_what_later_ones_cannot(
     """Whatever errors the first columns have: its own makes the least of all that the rest can do."""
     drawn = torch.randn(3 * channels, channels, generator=torch.Generator().manual_seed(seed))
     moments = (drawn.T @ drawn).double()
-    as_they_come = torch.arange(channels)[None]
-    handed_on = gptq._handed_on(moments[None].float(), as_they_come, _Form(believed))[0].double()
+    as_they_come, held = torch.arange(channels)[None], Symmetric.of(moments[None].float())
+    handed_on = gptq._handed_on(held, as_they_come, _Form(believed))[0].double()
     moments = believed * moments + (1 - believed) * moments.diagonal().diag()
     for at in range(1, channels):
         errors = drawn[0, :at].double()
         rest = -torch.linalg.solve(moments[at:, at:], moments[at:, :at] @ errors)
         assert torch.allclose(-errors @ handed_on[:at, at], rest[0], rtol=1e-3, atol=1e-3)
+
+
+@given(st.integers(0, 1000), st.integers(1, 40), st.booleans())
+def test_half_of_a_symmetric_matrix_is_all_of_it(seed: int, width: int, half: bool) -> None:
+    drawn = torch.randn(2, width, width, generator=torch.Generator().manual_seed(seed))
+    matrices = drawn + drawn.transpose(1, 2)
+    held = Symmetric.of(matrices)
+    if half:
+        held = Symmetric({(a, b): matrices[:, a:b, :b] for a, b in in_stripes(width)})
+    order = torch.stack([matrix[0].argsort() for matrix in matrices])
+    assert torch.equal(held.whole(), matrices)
+    assert torch.equal(held.diagonal(), matrices.diagonal(dim1=1, dim2=2))
+    expected = [m[own][:, own] for m, own in zip(matrices, order, strict=True)]
+    assert torch.equal(gptq._in_order(held, order), torch.stack(expected))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -325,14 +325,15 @@ def memory(word: str, together: int) -> list[int]:
 @pytest.mark.parametrize("together", [48, 2048])
 def test_memory_stays_below_three_layers_beside_the_float_model(together: int) -> None:
     """With all integers that were chosen, whether few columns are rounded together or all."""
-    assert max(memory("gptq_sequential", together)) < (3 * 4 + LAYERS) * WIDTH**2
+    # Half of the second moments, a factor, the integers; activations take as much as two of them here.
+    assert max(memory("gptq_sequential", together)) < (2 * 4 + 2 + LAYERS) * WIDTH**2
 
 
 def test_second_moments_of_all_layers_are_held_once() -> None:
-    """Calibration adds them up in place, and conversion takes two matrices in float32 and the integers."""
+    """Calibration adds them up in place, and conversion takes under two float matrices, and integers."""
     calibrating, converting = memory("gptq", 2048)
     assert calibrating < 4 * WIDTH**2
-    assert converting < (2 * 4 + LAYERS + 2) * WIDTH**2
+    assert converting < (2 * 4 + LAYERS) * WIDTH**2
 
 
 def wide(word: str) -> GraphModule:

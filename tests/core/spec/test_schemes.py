@@ -16,7 +16,7 @@ from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver, PerBlockMinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import qdq
-from qompose.spec.qdq import QParams, integers_of, static_pair
+from qompose.spec.qdq import QParams, integers_of, static_pair, values_of_integers
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -155,6 +155,27 @@ def test_folded_integers_are_the_operators_bit_for_bit(
     operated = pair.quantize(x, *pair.arguments)
     assert folded.dtype is operated.dtype is q.dtype
     assert torch.equal(folded, operated)
+
+
+@given(quantized(), st.integers(1, 30))
+def test_values_are_those_of_all_integers_at_once_but_some_rows_at_a_time(
+    case: tuple[Tensor, QParams], chunk: int
+) -> None:
+    """Operators hold copies of what they are given."""
+    x, q = case
+    integers, most = integers_of(x, q), list[int]()
+    expected, before = values_of_integers(integers, q), qdq._dequantize
+
+    def dequantize(rows: Tensor, own: QParams) -> Tensor:
+        most.append(rows.numel())
+        return before(rows, own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qdq, "_CHUNK", chunk)
+        patch.setattr(qdq, "_dequantize", dequantize)
+        assert torch.equal(values_of_integers(integers, q), expected)
+    rows = len(x) // len(q.scale) if q.blocks and x.numel() else 1
+    assert not x.numel() or max(most) <= max(chunk, rows * x[0].numel() if x.dim() else 1)
 
 
 @settings(max_examples=50)
