@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import qompose
 import torch
@@ -13,6 +14,7 @@ from qompose.errors import NotLoweredError
 from qompose_onnx import get_onnx_quantization_config as config
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.names import TENSORRT_INT8
+from qompose_onnx.tensorrt import faults
 
 from tests.onnx.models import Images, images, sqnr
 
@@ -74,6 +76,19 @@ def test_what_tensorrt_would_refuse_is_refused(
 ) -> None:
     with pytest.raises(ONNXTargetError, match=said):
         qompose.lower(converted(settings), "tensorrt")
+
+
+def test_the_zero_point_that_is_not_zero_is_named() -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 13]>
+        graph (float[2, 1] x) => (float[2, 1] y)
+        <int8[2, 1] w = {1, 2}, float[2] scales = {1.0, 1.0}, int8[2] zeros = {0, 3}> {
+            read = DequantizeLinear <axis = 0> (w, scales, zeros)
+            y = Add(x, read)
+        }"""
+    )
+    ((_, reason),) = faults(model)
+    assert "3" in reason
 
 
 def test_sixteen_bits_are_computed_in_float_between_integers(converted: Any) -> None:

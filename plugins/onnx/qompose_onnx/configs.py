@@ -23,18 +23,7 @@ NARROW: Final = (-64, 63)
 """Weights of seven bits: two products of them and 255 fit into 16 bits."""
 
 
-def _factory(dtype: torch.dtype) -> kit.ConfigFactory:
-    info = torch.iinfo(dtype)
-    return kit.ConfigFactory(
-        activation=(dtype, info.min, info.max),
-        group_sizes=GROUP_SIZES,
-        scale_dtypes=(torch.bfloat16, torch.float32),
-    )
-
-
-_FACTORIES: Final[Mapping[str, kit.ConfigFactory]] = MappingProxyType(
-    {name: _factory(getattr(torch, name)) for name in ("uint8", "int8", "uint16", "int16")}
-)
+ACTIVATIONS: Final = ("uint8", "int8", "uint16", "int16")
 
 
 def get_onnx_quantization_config(
@@ -51,9 +40,10 @@ def get_onnx_quantization_config(
     Those sums saturate unless weights have seven bits.
 
     Args:
-        activation: "uint8", the default, or "int8". ONNX Runtime on x86 processors computes with uint8, into
-            which it turns int8; on Arm it wants int8. "uint16" and "int16" are for accelerators: on CPUs
-            ONNX Runtime computes in float between such integers.
+        activation: "uint8", the default, or "int8". ONNX Runtime wants int8 on Arm. On x86 processors it
+            computes with uint8, into which it turns int8 that one operator reads; what several read, as in
+            residual networks, it computes in float. "uint16" and "int16" are for accelerators: on CPUs ONNX
+            Runtime computes in float between such integers.
         bits: of the weights, 2 to 8. None: 8, or 7 where the installed runtime's sums saturate on this
             processor. A file for processors with VNNI may have 8 wherever it is made.
         symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
@@ -67,35 +57,50 @@ def get_onnx_quantization_config(
     """
     kit.check_booleans(symmetric_activations=symmetric_activations, tensorrt=tensorrt)
     if tensorrt:
-        if activation not in (None, "int8"):
-            raise ConfigError(f"tensorrt=True requires activation='int8', got {activation!r}")
+        if (
+            activation not in (None, "int8")
+            or options.get("is_dynamic")
+            or options.get("weight_only")
+        ):
+            raise ConfigError("tensorrt=True requires static quantization with activation='int8'")
         activation, symmetric_activations = "int8", True
         options["options"] = (*options.get("options", ()), TENSORRT)
     activation = "uint8" if activation is None else activation
-    if activation not in _FACTORIES:
-        raise ConfigError(f"activation must be {' or '.join(_FACTORIES)}, got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
     if bits is None and not tensorrt and _saturates(activation, options):
         bits = 7
-    return _config(activation, bits=bits, symmetric_activations=symmetric_activations, **options)
+    return _config(activation, symmetric_activations=symmetric_activations, bits=bits, **options)
 
 
 def _config(
     activation: str = "uint8", *, symmetric_activations: bool = False, **options: Any
 ) -> QuantizationConfig:
-    """Return a configuration that is the same on each processor."""
-    config = _FACTORIES[activation](**options)
-    if config.mode != "static" and (activation != "uint8" or symmetric_activations):
-        given = [f"activation={activation!r}"] if activation != "uint8" else []
-        given += ["symmetric_activations=True"] if symmetric_activations else []
-        raise ConfigError(
-            f"{'tensorrt=True' if TENSORRT in config.options else ' with '.join(given)} requires "
-            "static quantization: without it, activations are affine uint8 or stay in float"
-        )
+    """Return a configuration that is the same on each processor, named after its activations, too."""
     if options.get("per_token"):
         raise ConfigError(
             "per_token=True is not supported: DynamicQuantizeLinear has one scale per tensor"
         )
-    return _named(config, activation, symmetric=symmetric_activations)
+    dtype = getattr(torch, activation)
+    info = torch.iinfo(dtype)
+    config = kit.ConfigFactory(
+        activation=(dtype, info.min, info.max),
+        group_sizes=GROUP_SIZES,
+        scale_dtypes=(torch.bfloat16, torch.float32),
+    )(**options)
+    words = [activation] * (activation != "uint8") + ["symmetric"] * symmetric_activations
+    if not words:
+        return config
+    if config.mode != "static":
+        raise ConfigError(
+            f"{' '.join(words)} activations require static quantization: without it, activations "
+            "are affine uint8 or stay in float"
+        )
+    spec: Any = config.input_activation
+    if symmetric_activations:
+        spec = replace(spec, qscheme=torch.per_tensor_symmetric)
+    name = f"{config.name}, {' '.join(words)} activations"
+    return replace(config, input_activation=spec, output_activation=spec, name=name)
 
 
 def _saturates(activation: str, options: Mapping[str, Any]) -> bool:
@@ -104,20 +109,6 @@ def _saturates(activation: str, options: Mapping[str, Any]) -> bool:
     if activation not in ("uint8", "int8") or any(options.get(name) for name in bounds):
         return False
     return not sums_are_exact_here()
-
-
-def _named(config: QuantizationConfig, activation: str, *, symmetric: bool) -> QuantizationConfig:
-    """Return a configuration whose name tells its activations, with symmetric ranges or not."""
-    spec: Any = config.input_activation
-    words = [
-        *([activation] if activation != "uint8" else []),
-        *(["symmetric"] if symmetric else []),
-    ]
-    if symmetric:
-        spec = replace(spec, qscheme=torch.per_tensor_symmetric)
-        config = replace(config, input_activation=spec, output_activation=spec)
-    told = f"{' '.join(words)} activations" if words else ""
-    return replace(config, name=", ".join(filter(None, (config.name, told))))
 
 
 def _all() -> Iterator[QuantizationConfig]:

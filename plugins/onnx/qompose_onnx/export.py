@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose_onnx.errors import ONNXTargetError
-from qompose_onnx.shifts import BY_TENSORS, SHIFTS, by_numbers
+from qompose_onnx.shifts import SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
 
 quantized = torch.ops.quantized_decomposed
@@ -139,7 +139,7 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
-        if getattr(target, "overloadpacket", None) in BY_TENSORS and target not in SHIFTS:
+        if "shift" in _bare(_named(node)) and target not in SHIFTS:
             raise ONNXTargetError(
                 f"{_place(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
                 "Python int (not in place), or multiply or divide by a power of two"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from qompose_onnx.names import WEIGHT_ONLY
+from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
 FUSED: Final = frozenset(
     {
@@ -48,16 +49,22 @@ class Executed:
         counts: how often each operator occurs.
     """
 
-    by_node: Mapping[str, tuple[tuple[str, bool], ...]] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    by_node: Mapping[str, Sequence[tuple[str, bool]]]
+    counts: Mapping[str, int]
 
 
-def in_onnx_runtime(optimized: Path, origins: Mapping[str, str]) -> Executed:
-    """Read the graph that a session of ONNX Runtime wrote.
+def in_onnx_runtime(path: Path, origins: Mapping[str, str]) -> tuple[Session, Executed]:
+    """Load a file into ONNX Runtime, which writes the graph that it executes, and read that.
 
     Args:
+        path: of the file.
         origins: by the name of a node in the file, that of the program's node (`origins_of`).
+
+    Raises:
+        ONNXTargetError: the runtime is broken, or refuses the file.
     """
+    optimized = path.with_name("optimized.onnx")
+    session = OnnxRuntimeSession(path, optimized=optimized)
     model = onnx.load(str(optimized), load_external_data=False)
     found: dict[str, list[tuple[str, bool]]] = {}
     counts: Counter[str] = Counter()
@@ -69,7 +76,7 @@ def in_onnx_runtime(optimized: Path, origins: Mapping[str, str]) -> Executed:
             if origin is not None:
                 reads = bool(node.input) and node.input[0] in integers
                 found.setdefault(origin, []).append((node.op_type, reads))
-    return Executed({name: tuple(ops) for name, ops in found.items()}, dict(counts))
+    return session, Executed(found, counts)
 
 
 def _origin(node: onnx.NodeProto, origins: Mapping[str, str]) -> str | None:
@@ -82,11 +89,12 @@ def _origin(node: onnx.NodeProto, origins: Mapping[str, str]) -> str | None:
     return next((origins[known] for known in names if known in origins), None)
 
 
-def in_openvino(compiled: Any, origins: Mapping[str, str]) -> Executed:
-    """Read the graph of a model that OpenVINO compiled; see `in_onnx_runtime`."""
+def in_openvino(path: Path, origins: Mapping[str, str]) -> tuple[Session, Executed]:
+    """Load a file into OpenVINO, and read the graph that it compiled; see `in_onnx_runtime`."""
+    session = OpenVinoSession(path)
     found: dict[str, list[tuple[str, bool]]] = {}
     counts: Counter[str] = Counter()
-    for node in compiled.get_runtime_model().get_ordered_ops():
+    for node in session.compiled.get_runtime_model().get_ordered_ops():
         facts = node.get_rt_info()
         kind, precision, names = (
             facts[key].astype(str) if key in facts else ""
@@ -100,7 +108,7 @@ def in_openvino(compiled: Any, origins: Mapping[str, str]) -> Executed:
             kind, reads = f"{kind}{COMPRESSED}", False
         for origin in {origins.get(name.partition("/")[0]) for name in names.split(",")} - {None}:
             found.setdefault(str(origin), []).append((kind, reads))
-    return Executed({name: tuple(ops) for name, ops in found.items()}, dict(counts))
+    return session, Executed(found, counts)
 
 
 def _reads_integers(node: Any) -> bool:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
@@ -41,7 +39,7 @@ from qompose_onnx.names import (
     TENSORRT_INT8,
 )
 from qompose_onnx.program import INTERFACE, ONNXProgram
-from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, missing
+from qompose_onnx.runtimes import Session, missing
 
 Claims: TypeAlias = "Mapping[int, list[Node]]"
 """By claim, its nodes in the exported program; none where the exporter left an operator out."""
@@ -87,27 +85,36 @@ def _claims(module: torch.nn.Module) -> Claims:
 
 def _finish_onnx(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file; where ONNX Runtime is installed, say what it fuses."""
-    made = _program(module, signature, "")
-    if missing(ONNXRUNTIME) is None:
-        return _in_onnx_runtime(made)
-    reason = (
-        f"the runtime that loads the file decides. To see what it fuses: {missing(ONNXRUNTIME)}"
-    )
+    made, lacking = _program(module, signature, ""), missing(ONNXRUNTIME)
+    if lacking is None:
+        return _loaded(made, in_onnx_runtime)
+    reason = f"the runtime that loads the file decides. To see what it fuses: {lacking}"
     return Finished(made.program, fallbacks=dict.fromkeys(made.claims, reason))
 
 
 def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file, load it, and say what ONNX Runtime executes."""
-    return _in_onnx_runtime(_program(module, signature, ONNXRUNTIME))
+    return _loaded(_program(module, signature, ONNXRUNTIME), in_onnx_runtime)
 
 
-def _in_onnx_runtime(made: _Made) -> Finished:
-    program = made.program
-    with program.written() as path, tempfile.TemporaryDirectory() as folder:
-        optimized = Path(folder) / "optimized.onnx"
-        program.use(OnnxRuntimeSession(path, optimized=optimized))
-        found = in_onnx_runtime(optimized, origins_of(program.model))
-    return _finished(made, found, "ONNX Runtime")
+def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
+    """Make the file, load it, and say what OpenVINO executes."""
+    return _loaded(_program(module, signature, OPENVINO), in_openvino, OPENVINO_INT8)
+
+
+def _loaded(
+    made: _Made, load: Callable[..., tuple[Session, Executed]], kernel: str = ""
+) -> Finished:
+    """Load the file, and report what is executed.
+
+    Args:
+        load: into a runtime.
+        kernel: the runtime's name for all that reads integers, "": their own.
+    """
+    with made.program.written() as path:
+        session, found = load(path, origins_of(made.program.model))
+    made.program.use(session)
+    return _finished(made, found, session.runtime, kernel)
 
 
 def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
@@ -127,18 +134,7 @@ def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
     return Finished(made.program, dict.fromkeys(made.claims, TENSORRT_INT8), notes=(note,))
 
 
-def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
-    """Make the file, load it, and say what OpenVINO executes."""
-    made = _program(module, signature, OPENVINO)
-    with made.program.written() as path:
-        session = OpenVinoSession(path)
-    made.program.use(session)
-    found = in_openvino(session.compiled, origins_of(made.program.model))
-    return _finished(made, found, "OpenVINO", OPENVINO_INT8)
-
-
-def _finished(made: _Made, found: Executed, runtime: str, kernel: str = "") -> Finished:
-    """Report what a runtime executes; `kernel` is its name for all that reads integers, "": their own."""
+def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finished:
     kernels, fallbacks = {}, {}
     for claim, nodes in made.claims.items():
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]

@@ -63,13 +63,6 @@ _SAME: Final = {
     aten.bitwise_right_shift.Tensor_Scalar: aten.__rshift__.Scalar,
     aten.bitwise_left_shift.Tensor_Scalar: aten.__lshift__.Scalar,
 }
-BY_TENSORS: Final = frozenset(
-    {
-        aten.__rshift__, aten.__irshift__, aten.bitwise_right_shift, aten.bitwise_right_shift_,
-        aten.__lshift__, aten.__ilshift__, aten.bitwise_left_shift, aten.bitwise_left_shift_,
-    }
-)  # fmt: skip
-"""Operators that only become BitShift of ONNX, on which runtimes do not agree."""
 
 
 def by_numbers(nodes: Iterable[Node]) -> None:

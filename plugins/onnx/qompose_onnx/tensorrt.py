@@ -41,7 +41,7 @@ def _objection(node: ir.Node) -> str | None:
     if zeros.dtype != np.int8:
         return f"its integers are {zeros.dtype}, not int8"
     if zeros.any():
-        return f"its zero point is {zeros.flat[0]}, not 0"
+        return f"its zero point is {zeros[zeros != 0].flat[0]}, not 0"
     source = node.inputs[0]
     is_weight = source is not None and source.is_initializer()
     if scales.size > 1 and not is_weight:
