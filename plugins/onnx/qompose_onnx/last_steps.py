@@ -39,7 +39,7 @@ from qompose_onnx.names import (
     TENSORRT_INT8,
 )
 from qompose_onnx.program import INTERFACE, ONNXProgram
-from qompose_onnx.runtimes import Session, missing
+from qompose_onnx.runtimes import OpenVinoSession, Session, missing
 
 Claims: TypeAlias = "Mapping[int, list[Node]]"
 """By claim, its nodes in the exported program; none where the exporter left an operator out."""
@@ -140,7 +140,9 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]
         own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
         fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
-        if runtime == "ONNX Runtime" and any(map(_reads_sixteen_bits, nodes)):
+        if any(map(_reads_sixteen_bits, nodes)) and runtime == OpenVinoSession.runtime:
+            fallbacks[claim] = f"{runtime} computes in float, and leaves out rounding to 16 bits"
+        elif any(map(_reads_sixteen_bits, nodes)):
             kernels[claim] = SIXTEEN_BITS
         elif not own and any(map(_multiplies, nodes)):
             fallbacks[claim] = f"{runtime} does not report how it runs this operator"
