@@ -163,7 +163,7 @@ void attend_with(const Description& a, int64_t products, void* out, int availabl
   const int64_t size = measured.size();
   const std::unique_ptr<uint8_t[]> memory(new uint8_t[size * threads + 64]);  // a vector would fill it
   uint8_t* start = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-  in_parallel(threads, heads * parts, [&](int thread, int64_t from, int64_t to) {
+  const auto attend = [&](int thread, int64_t from, int64_t to) {
     Parts own(start + thread * size);
     Kernel kernel(a, typename Kernel::Scratch(a, own), out);
     RowsOfHeads<Kernel> rows(a, tall, kernel);
@@ -172,7 +172,8 @@ void attend_with(const Description& a, int64_t products, void* out, int availabl
       rows.work(head / a.heads, head % a.heads, blocks * part / parts * tall,
                 std::min(a.queries, blocks * (part + 1) / parts * tall));
     }
-  });
+  };
+  in_parallel(threads, heads * parts, attend, 1);  // heads of a group share keys that are packed
 }
 
 }  // namespace qompose_x86

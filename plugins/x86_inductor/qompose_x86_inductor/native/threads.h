@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace qompose_x86 {
@@ -19,16 +20,23 @@ inline int threads_for(int64_t products, int64_t parts, int available) {
   return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(worth, available)));
 }
 
-// Call work(thread, from, to) so that all of `parts` are covered, by at most so many threads. `work` must not
-// throw: an exception that leaves a parallel region ends the process. Hence also no memory is asked for
-// there.
+// Pieces of work for each thread: one that is held up, by another program or a slower core, leaves some of
+// its pieces to the others.
+constexpr int64_t PIECES = 8;
+
+// Call work(thread, from, to) for pieces that together are all of `parts`, by at most so many threads. `work`
+// must not throw: an exception that leaves a parallel region ends the process. Hence also no memory is asked
+// for there. `pieces`: for each thread, 1 where each piece has something to prepare.
 template <typename Work>
-void in_parallel(int threads, int64_t parts, Work work) {
+void in_parallel(int threads, int64_t parts, Work work, int64_t pieces = PIECES) {
   if (threads == 1) return work(0, 0, parts);
+  const int64_t all = std::min(parts, pieces * threads);
+  std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
-    work(static_cast<int>(id), parts * id / count, parts * (id + 1) / count);
+    const int id = omp_get_thread_num();
+    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < all;)
+      work(id, parts * piece / all, parts * (piece + 1) / all);
   }
 }
 
