@@ -101,6 +101,24 @@ def _x86(
     return make
 
 
+def _executorch(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+    import qompose
+    from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+    from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+
+    weights = get_symmetric_quantization_config(
+        is_per_channel=True, is_dynamic=True, group_size=32, algorithms=()
+    )
+    table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+    quantizer = qompose.compose(table, XNNPACKQuantizer().set_global(weights))
+    converted = qompose.convert_pt2e(qompose.prepare_pt2e(programs(cache, lengths), quantizer))
+    program = qompose.lower(converted, target="executorch")
+    parts = {name: method.delegation for name, method in program.methods.items()}
+    counts = {n: (len(part.delegates), len(part.portable)) for n, part in parts.items()}
+    found = {"bytes": program.nbytes, "converted": _named(converted), "delegates": counts}
+    return _named(program.methods), found
+
+
 def _named(methods: Any) -> dict[str, Run]:
     return {
         name: lambda ids, place, run=run: run(input_ids=ids, cache_position=place)
@@ -217,6 +235,7 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
         for mode in ("8", "4", "4 with cache 8", "cache 8", "dynamic 8", "dynamic 8x4")
         for compiled in (False, True)
     },
+    "ExecuTorch dynamic 8x4": _executorch,
     "OpenVINO int4": _openvino,
     "ONNX Runtime int4": _onnxruntime,
 }
@@ -327,6 +346,24 @@ def measured(
     return found
 
 
+def in_turn(engines: list[str], rounds: int, cache: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a token and of a prompt by engine, quartiles of rounds in which each has its turn."""
+    warnings.filterwarnings("ignore")
+    torch.set_grad_enabled(False)
+    lengths = {"prefill": PROMPT, "decode": 1}
+    runs = {engine: ENGINES[engine](cache, lengths)[0] for engine in engines}
+    for methods in runs.values():
+        generated(methods, 4)
+    times: dict[str, dict[str, list[float]]] = {e: {name: [] for name in lengths} for e in engines}
+    for _ in range(rounds):
+        for engine, methods in runs.items():
+            for name, given in (("prefill", example(PROMPT)), ("decode", example(1, PROMPT))):
+                begun = time.perf_counter()
+                methods[name](*given)
+                times[engine][name].append(time.perf_counter() - begun)
+    return {e: {n: statistics.quantiles(t) for n, t in own.items()} for e, own in times.items()}
+
+
 def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Rows in Markdown."""
     yield (
@@ -371,12 +408,21 @@ def main() -> None:
         help="tokens that the cache has room for (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, help="keep figures in this file and add to them")
+    parser.add_argument(
+        "--turns", type=int, help="time the engines in one process, in turn, in so many rounds"
+    )
     parser.add_argument("--one", choices=list(ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--load", type=Path, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.load:
         print(loaded(given.load, compiled=given.compiled))
+        return
+    if given.turns:
+        torch.set_num_threads(given.threads[0])
+        for engine, found in in_turn(given.engines, given.turns, given.cache).items():
+            each = (f"{n} {', '.join(f'{t * 1e3:.2f}' for t in ts)} ms" for n, ts in found.items())
+            print(f"{engine}: {'; '.join(each)}")
         return
     if given.one:
         print(

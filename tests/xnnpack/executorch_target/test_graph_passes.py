@@ -185,3 +185,31 @@ class TestExpands:
             lambda x, y: (x[:, :1].expand(2, 3, 4, 4) @ y, (x + y).expand(2, 3, 4, 4)), *self.inputs
         )
         assert portable.count(EXPAND) == 2
+
+
+def normed(x: Tensor) -> tuple[Tensor, ...]:
+    """What a decoder has around its linears."""
+    rows = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return rows, rows.mean(-1), torch.cat([x + 1.0, x + 1.0], -1), (x + 2.0).unsqueeze(1) * 3.0
+
+
+def test_norms_of_rows_run_in_delegates() -> None:
+    """As do a dimension of size 1 and a tensor beside itself: XNNPACK takes none of them as it is."""
+
+    def model(_: Any, x: Tensor) -> tuple[Tensor, ...]:
+        again = x + 1.0
+        return *normed(x), torch.cat([again, again], 0)
+
+    graph = torch.export.export(Model(model), (LINE,)).module()
+    program = lower_to_executorch(graph, (LINE,))
+    assert not program.delegation.portable
+    for wanted, actual in zip(graph(LINE), program.run(LINE), strict=True):
+        assert torch.allclose(wanted, actual, atol=1e-6)
+
+
+def test_means_of_rows_of_unknown_number_are_left() -> None:
+    """Their method would have to run first with the largest sizes, which methods with state cannot."""
+    batch = {0: torch.export.Dim("batch", max=4)}
+    _, calls = passed(lambda x: x.mean(-1), aten.mean.dim, batch)
+    assert calls == [([-1],)]
+    assert passed(lambda x: x.mean(-1), aten.mean.dim)[1] == [([2, 3], True)]

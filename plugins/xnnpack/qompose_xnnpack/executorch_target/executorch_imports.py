@@ -45,6 +45,7 @@ class Lowering:
     partitioner_configs: ModuleType
     format_target_name: Callable[[str], str]
     is_implicit_conversion: Callable[[Node], bool]
+    view_copy: Any
 
 
 def import_lowering() -> Lowering:
@@ -59,6 +60,7 @@ def import_lowering() -> Lowering:
         from executorch.exir.backend.canonical_partitioners.config_partitioner import (
             format_target_name,
         )
+        from executorch.exir.dialects._ops import ops
         from executorch.exir.passes import MemoryPlanningPass
         from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
     except ImportError as error:
@@ -73,6 +75,7 @@ def import_lowering() -> Lowering:
         partitioner_configs=configs,
         format_target_name=format_target_name,
         is_implicit_conversion=is_tagged_as_implicit_q_dq,
+        view_copy=ops.edge.aten.view_copy.default,
     )
 
 

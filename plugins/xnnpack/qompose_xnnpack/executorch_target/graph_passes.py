@@ -11,16 +11,19 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.infra.pass_base import PassResult
 
+from qompose_xnnpack.executorch_target.attention import split_attention
 from qompose_xnnpack.executorch_target.nodes import (
     DEQUANTIZE,
+    add_before,
     has_prefix,
     is_computation,
     operator_name,
+    writes,
 )
 
 aten = torch.ops.aten
 _DYNAMIC_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.tensor
-_EXPAND = "aten.expand_copy.default"
+_EXPAND, _UNSQUEEZE, _CAT = (f"aten.{n}.default" for n in ("expand_copy", "unsqueeze_copy", "cat"))
 
 
 def keep_per_tensor_scales(graph: Graph) -> None:
@@ -77,7 +80,7 @@ def _copy_views(graph: Graph) -> None:
     Export makes two operators of a reshape behind a transpose, a clone and a view. The clone is between the
     view and its dequantize operator, and XNNPACK would compute both in float.
     """
-    if any(_writes(node) for node in graph.nodes):  # perhaps through a view, to its base
+    if any(writes(node) for node in graph.nodes):  # perhaps through a view, to its base
         return
     for node in graph.nodes:
         sizes = list(getattr(node.meta.get("val"), "shape", ()))
@@ -86,11 +89,6 @@ def _copy_views(graph: Graph) -> None:
 
 
 RESHAPES = frozenset({aten.reshape.default, aten.flatten.using_ints})
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _widen_int4(graph: Graph) -> None:
@@ -150,13 +148,8 @@ def _is_constant(pad: Node) -> bool:
 
 def _crop(node: Node, pads: Sequence[int]) -> None:
     source, crop = node.all_input_nodes[0], aten.slice.Tensor
-    value = source.meta["val"]
-    for cut in _cuts(value.shape, pads):
-        with node.graph.inserting_before(node):
-            source = node.graph.call_function(crop, (source, *cut))
-        with value.fake_mode:
-            value = crop(value, *cut)
-        source.meta = {**node.meta, "val": value}
+    for cut in _cuts(source.meta["val"].shape, pads):
+        source = add_before(node, crop, source, *cut)
     node.args = (source, [max(0, size) for size in pads], *node.args[2:])
 
 
@@ -169,13 +162,44 @@ def _cuts(shape: Sequence[Any], pads: Sequence[int]) -> Iterator[tuple[int, int,
             yield dim, max(0, -before), known + behind if behind < 0 else None
 
 
+def _flatten_means(graph: Graph) -> None:
+    """Take the mean of each row as that of an image with one channel, in place, as a norm of rows needs it.
+
+    XNNPACK takes means over the two last of four dimensions alone. Rows of unknown size are left: their
+    method would need a first run with the largest sizes.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.mean.dim and _is_mean_of_rows(node):
+            source = node.all_input_nodes[0]
+            value = source.meta["val"]
+            image = add_before(node, aten.view_copy.default, source, [-1, 1, 1, value.shape[-1]])
+            mean = add_before(node, aten.mean.dim, image, [2, 3], True)
+            sizes = list(node.meta["val"].shape)
+            node.target, node.args, node.kwargs = aten.view_copy.default, (mean, sizes), {}
+
+
+def _is_mean_of_rows(node: Node) -> bool:
+    source = node.all_input_nodes[0]
+    value, (dims, *_) = source.meta["val"], node.args[1:]
+    return (
+        isinstance(dims, list | tuple)
+        and [int(dim) % max(value.dim(), 1) for dim in dims] == [value.dim() - 1]
+        and node.kwargs.get("dtype") is None
+        and value.dtype == torch.float32
+        and all(isinstance(size, int) and size > 0 for size in value.shape)
+        and not has_prefix(source, DEQUANTIZE)
+    )
+
+
 EXPORT_PASSES: tuple[Callable[[Graph], None], ...] = (
+    split_attention,  # before the copies of keys become other operators
     _widen_int4,
     _order_bounds,
     _crop_by_slices,
     _copy_views,
     _drop_aliases,
     _split_dequantize,
+    _flatten_means,
 )
 
 
@@ -209,6 +233,43 @@ def _is_idle(node: Node) -> bool:
             (*before.shape, *before.stride()), (*after.shape, *after.stride()), strict=True
         )
     )
+
+
+def reshape_for_xnnpack(module: GraphModule, *, view: Any) -> PassResult:
+    """Write with reshapes, in an edge program and in place, what XNNPACK takes in no other form.
+
+    These are a dimension of size 1 that is not the last, and a concatenation of a tensor with itself, whose
+    second reading becomes a reshape to the size it has. Integers and unknown sizes are left.
+
+    Args:
+        view: the edge dialect's operator ``aten.view_copy.default``.
+    """
+    changed = False
+    for node in list(module.graph.nodes):
+        if not is_computation(node) or not _has_known_floats(node):
+            continue
+        if operator_name(node) == _UNSQUEEZE:
+            node.target, node.args = view, (node.args[0], list(node.meta["val"].shape))
+            changed = True
+        elif operator_name(node) == _CAT and len(node.all_input_nodes) == 1:
+            node.update_arg(0, [node.all_input_nodes[0], *_reshaped(node, view)])
+            changed = True
+    return PassResult(module, changed)
+
+
+def _has_known_floats(node: Node) -> bool:
+    value = node.meta["val"]
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and all(isinstance(size, int) and size > 0 for size in value.shape)
+    )
+
+
+def _reshaped(cat: Node, view: Any) -> Iterator[Node]:
+    """Yield a reshape to the same size for each tensor of a concatenation but the first."""
+    for tensor in list(cat.args[0])[1:]:  # type: ignore[arg-type]
+        yield add_before(cat, view, tensor, list(tensor.meta["val"].shape))
 
 
 def _is_returned(node: Node) -> bool:

@@ -22,7 +22,10 @@ from qompose_xnnpack.executorch_target.executorch_imports import (
     quiet,
 )
 from qompose_xnnpack.executorch_target.export import export
-from qompose_xnnpack.executorch_target.graph_passes import remove_idle_expands
+from qompose_xnnpack.executorch_target.graph_passes import (
+    remove_idle_expands,
+    reshape_for_xnnpack,
+)
 from qompose_xnnpack.executorch_target.method_interface import Interface, interface_of
 from qompose_xnnpack.executorch_target.partitioner import partitioner_class
 from qompose_xnnpack.executorch_target.program import (
@@ -104,7 +107,10 @@ def _lowered(
     try:
         edge = api.to_edge_transform_and_lower(
             dict(exported),
-            transform_passes=[remove_idle_expands],
+            transform_passes=[
+                remove_idle_expands,
+                partial(reshape_for_xnnpack, view=api.view_copy),
+            ],
             partitioner={name: [p] for name, p in partitioners.items()},
         )
         written = written_buffers(edge, exported)

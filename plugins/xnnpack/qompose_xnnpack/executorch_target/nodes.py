@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 QUANTIZE = "quantized_decomposed.quantize_"
 DEQUANTIZE = "quantized_decomposed.dequantize_"
@@ -43,3 +46,20 @@ def is_computation(node: Node) -> bool:
 def has_prefix(node: Node, prefix: str) -> bool:
     """Whether the name of a node's operator starts with a prefix."""
     return str(node.target).startswith(prefix)
+
+
+def writes(node: Node) -> bool:
+    """Whether a node is a call that writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def add_before(node: Node, operator: Any, *args: Any, **kwargs: Any) -> Node:
+    """Add a call before a node, as a part of it, with example values."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(operator, args, kwargs)
+    given, named = map_arg((args, kwargs), lambda read: read.meta["val"])
+    with node.meta["val"].fake_mode:
+        value = operator(*given, **named)
+    made.meta = {**node.meta, "val": value}
+    return made
