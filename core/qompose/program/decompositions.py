@@ -29,7 +29,11 @@ from qompose.program.meta import hand_over, tag
 aten = torch.ops.aten
 MAX_STEPS = 64
 """Longest sequence that is unrolled: each step adds about a dozen operators to the program."""
+MAX_EXPERTS = 64
+"""Most matrices of a grouped product that is taken apart: each of them reads all rows."""
 States = list[Node]
+_SAME = {"transformers.grouped_mm_fallback.default": aten._grouped_mm.default}
+"""By name: operators of packages that are not imported here, which compute what one of torch's does."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,32 @@ class Decomposition:
     product: Any = None
 
 
+def row_of(name: str, site: Node) -> Decomposition | None:
+    """Return the row of the decomposition `name` for a call; None if it has none."""
+    return DECOMPOSITIONS[name].get(_SAME.get(str(site.target), site.target))
+
+
 def obstacle_of(name: str, site: Node) -> str | None:
     """Return why the decomposition `name` cannot take a call apart, None where it can."""
-    row = DECOMPOSITIONS[name][site.target]
-    return recording_obstacle(site) or row.obstacle(site=site, **arguments_of(site))
+    row = row_of(name, site)
+    assert row is not None
+    return recording_obstacle(site) or row.obstacle(site=site, **_arguments(site))
 
 
 def decompose(name: str, site: Node) -> tuple[str, ...]:
     """Replace a call by its pieces, in place, and return their names."""
-    return replace_call(site, DECOMPOSITIONS[name][site.target].build)
+    row = row_of(name, site)
+    assert row is not None
+    return replace_call(site, lambda do, **_: row.build(do, **_arguments(site)))
+
+
+def _arguments(site: Node) -> dict[str, Any]:
+    """Return the arguments of a call by the names that torch's own operator has for them."""
+    arguments = arguments_of(site)
+    if (same := _SAME.get(str(site.target))) is None:
+        return arguments
+    names = (argument.name for argument in same._schema.arguments)
+    return dict(zip(names, arguments.values(), strict=False))
 
 
 def _widened(do: Recorder, node: Node) -> Node:
@@ -351,6 +372,38 @@ def _run(
     return [outputs[t] for t in order], states
 
 
+def _experts_obstacle(mat2: Node, offs: Node | None, bias: Any = None, **other: Any) -> str | None:
+    experts = value_of(mat2).shape[0]
+    if offs is None or value_of(mat2).dim() != 3 or value_of(other["self"]).dim() != 2:
+        return "it is no product of rows in groups with a matrix for each group"
+    if bias is not None or other.get("out_dtype") is not None:
+        return "it has a bias or another type of result"
+    if isinstance(experts, torch.SymInt) or experts > MAX_EXPERTS:
+        return f"it has more than {MAX_EXPERTS} matrices"
+    return None
+
+
+def _experts(do: Recorder, mat2: Node, offs: Node, **other: Any) -> Node:
+    """Give each expert the rows that were routed to it, and zeros for the others: the sum is the result.
+
+    Zeros change nothing that is observed of products. An expert that no row is routed to sees only zeros.
+    """
+    rows = other["self"]
+    places = do(aten.arange.default, do.size(rows, 0), device=value_of(rows).device)
+    behind = do(aten.ge.Tensor, do(aten.unsqueeze.default, places, 1), offs)
+    expert_of = do(aten.sum.dim_IntList, behind, [1], True)
+    result = None
+    for expert in range(value_of(mat2).shape[0]):
+        own = do(aten.eq.Scalar, expert_of, expert)
+        routed = do(aten.where.ScalarOther, own, rows, 0.0)
+        weight = do(aten.transpose.int, do(aten.select.int, mat2, 0, expert), 0, 1)
+        product = do(aten.linear.default, routed, weight)
+        product._rename(f"{do.site.name}_expert_{expert}")
+        result = product if result is None else do(aten.add.Tensor, result, product)
+    assert result is not None
+    return result
+
+
 DECOMPOSITIONS: dict[str, dict[Any, Decomposition]] = {
     "split_attention": {
         aten.scaled_dot_product_attention.default: Decomposition(
@@ -364,6 +417,9 @@ DECOMPOSITIONS: dict[str, dict[Any, Decomposition]] = {
         aten.hardswish_.default: Decomposition(_hardswish, _write_obstacle),
     },
     "split_layer_norm": {aten.layer_norm.default: Decomposition(_layer_norm)},
+    "split_experts": {
+        aten._grouped_mm.default: Decomposition(_experts, _experts_obstacle, aten.linear.default)
+    },
 }
 """By the name that a quantizer asks for: the operators that are taken apart, and how."""
 

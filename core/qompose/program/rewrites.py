@@ -27,7 +27,7 @@ from qompose.program.batch_norm_folding import (
     fold_obstacle,
 )
 from qompose.program.control_flow import bodies_of, count_readers, graphs_in, nodes_in
-from qompose.program.decompositions import DECOMPOSITIONS, decompose, obstacle_of
+from qompose.program.decompositions import DECOMPOSITIONS, decompose, obstacle_of, row_of
 from qompose.program.graph import (
     constant_of,
     describe,
@@ -194,7 +194,8 @@ ADD_BIAS = "add_bias"
 """A product without a bias gets one of zeros, for algorithms to change."""
 FOLD_WEIGHT = "fold_weight"
 PRODUCT_TO_LINEAR = "product_to_linear"
-_REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR)
+SPLIT_EXPERTS = "split_experts"
+_REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR, SPLIT_EXPERTS)
 FOR_EVALUATION = (ADD_BIAS, *_REPLACING)
 """Those that put other parameters in the place of what is trained."""
 
@@ -361,10 +362,30 @@ def _find_product(node: Node, program: _Program) -> Iterator[Candidate]:
 
 def _split(name: str) -> tuple[Find, Apply]:
     def find(node: Node, program: _Program) -> Iterator[Candidate]:
-        if node.target in DECOMPOSITIONS[name]:
+        if row_of(name, node) is not None:
             yield Candidate(name, (node.name,), obstacle_of(name, node))
 
     return find, lambda module, node: decompose(name, node)
+
+
+def _find_experts(node: Node, program: _Program) -> Iterator[Candidate]:
+    if row_of(SPLIT_EXPERTS, node) is not None:
+        matrices = node.args[1]
+        assert isinstance(matrices, Node)
+        if _is_constant(matrices) or matrices in program.computed:
+            obstacle = obstacle_of(SPLIT_EXPERTS, node) or obstacle_of_weight(matrices)
+            yield Candidate(SPLIT_EXPERTS, (node.name,), obstacle)
+
+
+def split_experts(module: GraphModule, node: Node) -> tuple[str, ...]:
+    """Take a product of rows in groups apart: a linear layer, with its own weight, for each matrix."""
+    graph, names = node.graph, decompose(SPLIT_EXPERTS, node)
+    for piece in [piece for piece in graph.nodes if piece.name in set(names)]:
+        if piece.target is aten.linear.default:
+            read = read_by(piece)
+            fold_weight(module, piece)
+            drop(read)
+    return tuple(piece.name for piece in graph.nodes if piece.name in set(names))
 
 
 _REWRITES: dict[str, tuple[Find, Apply]] = {
@@ -374,4 +395,5 @@ _REWRITES: dict[str, tuple[Find, Apply]] = {
     FOLD_WEIGHT: (_find_computed_weight, fold_weight),
     PRODUCT_TO_LINEAR: (_find_product, product_to_linear),
     **{name: _split(name) for name in DECOMPOSITIONS},
+    SPLIT_EXPERTS: (_find_experts, split_experts),
 }

@@ -32,7 +32,7 @@ class X86InductorBackend(Backend):
     api_version = 1
     rules = RULES
     # Not unroll_recurrent: see rules.float_operators.
-    rewrites = ("split_cells", "fold_weight", "product_to_linear")
+    rewrites = ("split_cells", "split_experts", "fold_weight", "product_to_linear")
     left_in_float = LEFT_IN_FLOAT
 
     def __init__(self, *, native_code: bool = True) -> None:

@@ -21,6 +21,7 @@ class XNNPACKBackend(Backend):
     rewrites = (
         "scalar_to_tensor",
         "split_cells",
+        "split_experts",
         "unroll_recurrent",
         "fold_weight",
         "product_to_linear",

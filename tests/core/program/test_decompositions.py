@@ -393,3 +393,41 @@ def test_results_that_are_not_taken_apart_stay() -> None:
     assert obstacles(module, "split_cells") == [None]
     del cell.meta["val"]
     assert obstacles(module, "split_cells") != [None]
+
+
+class Experts(nn.Module):
+    """Rows in groups, of which each has a matrix."""
+
+    def __init__(self, matrices: int = 3, *, transposed: bool = False) -> None:
+        super().__init__()
+        size = (matrices, 16, 8) if transposed else (matrices, 8, 16)
+        self.matrices, self.transposed = nn.Parameter(randn(*size).bfloat16()), transposed
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        matrices = self.matrices.transpose(1, 2) if self.transposed else self.matrices
+        return F.grouped_mm(x, matrices, offs=ends)
+
+
+HALF = randn(7, 8).bfloat16()
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+"""The second matrix has no rows."""
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_linears_of_their_own_rows(transposed: bool) -> None:
+    module = check("split_experts", Experts(transposed=transposed), HALF, ENDS)
+    products = [node for node in nodes_in(module) if node.target is torch.ops.aten.linear.default]
+    assert [node.name.rpartition("_")[2] for node in products] == ["0", "1", "2"]
+    assert all(node.args[1].op == "get_attr" for node in products)
+
+
+def test_experts_whose_matrices_are_no_parameters_are_left() -> None:
+    model = Model(lambda m, x, w, ends: F.grouped_mm(x, w, offs=ends))
+    module = exported(model, (HALF, randn(3, 8, 16).bfloat16(), ENDS))
+    assert obstacles(module, "split_experts") == []
+
+
+def test_too_many_experts_are_left() -> None:
+    ends = torch.arange(1, 66, dtype=torch.int32)
+    (obstacle,) = obstacles(exported(Experts(65), (randn(65, 8).bfloat16(), ends)), "split_experts")
+    assert obstacle is not None

@@ -213,3 +213,17 @@ def test_means_of_rows_of_unknown_number_are_left() -> None:
     _, calls = passed(lambda x: x.mean(-1), aten.mean.dim, batch)
     assert calls == [([-1],)]
     assert passed(lambda x: x.mean(-1), aten.mean.dim)[1] == [([2, 3], True)]
+
+
+def test_histograms_are_counted_by_comparison() -> None:
+    """Of a router's numbers, of numbers between and outside of the bounds, and of a bound itself."""
+    x = torch.tensor([0.0, 1.0, 3.0, 3.0, 2.0, -1.0, 4.0, 0.5, 2.0])
+
+    def model(_: Any, x: Tensor) -> tuple[Tensor, ...]:
+        places = torch.empty_like(x, dtype=torch.int64)
+        places[x.argsort()] = torch.arange(9)
+        return torch.histc(x, 4, 0, 3), torch.histc(x, 5, -1.0, 2.0), x.argsort()[places]
+
+    graph = torch.export.export(Model(model), (x,)).module()
+    for wanted, actual in zip(graph(x), lower_to_executorch(graph, (x,)).run(x), strict=True):
+        assert torch.equal(wanted, actual)

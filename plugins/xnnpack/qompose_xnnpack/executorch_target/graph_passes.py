@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,6 +192,37 @@ def _is_mean_of_rows(node: Node) -> bool:
     )
 
 
+def _fill_what_is_empty(graph: Graph) -> None:
+    """Let tensors made without values hold zeros, in place: the edge dialect has no such operator."""
+    for node in graph.nodes:
+        if node.target is aten.empty_like.default:
+            kept = {"dtype": node.kwargs["dtype"]} if "dtype" in node.kwargs else {}
+            node.target, node.kwargs = aten.zeros_like.default, kept
+
+
+def _count_by_comparison(graph: Graph) -> None:
+    """Write a histogram as comparisons and a sum, in place: the runtime has no operator for it.
+
+    Routers of experts count their rows with one. Bounds that depend on data are left.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.histc.default and [*node.args[2:4]] not in ([], [0, 0]):
+            _count(node, *node.args[:4])  # type: ignore[arg-type]
+
+
+def _count(node: Node, values: Node, bins: int, low: float, high: float) -> None:
+    add = partial(add_before, node)
+    kind = values.meta["val"].dtype
+    shares = add(aten.div.Tensor, add(aten.sub.Tensor, values, low), float(high - low))
+    numbers = add(aten.floor.default, add(aten.mul.Tensor, shares, float(bins)))
+    numbers = add(aten.clamp.default, numbers, None, bins - 1)  # the last bin has its upper bound
+    outside = add(aten.gt.Scalar, values, high)
+    numbers = add(aten.where.self, outside, add(aten.full.default, [], -1.0, dtype=kind), numbers)
+    places = add(aten.arange.default, bins, dtype=kind)
+    own = add(aten.eq.Tensor, add(aten.unsqueeze.default, numbers, 1), places)
+    node.target, node.args = aten.sum.dim_IntList, (add(aten.to.dtype, own, kind), [0])
+
+
 EXPORT_PASSES: tuple[Callable[[Graph], None], ...] = (
     split_attention,  # before the copies of keys become other operators
     _widen_int4,
@@ -200,6 +232,8 @@ EXPORT_PASSES: tuple[Callable[[Graph], None], ...] = (
     _drop_aliases,
     _split_dequantize,
     _flatten_means,
+    _count_by_comparison,
+    _fill_what_is_empty,
 )
 
 
