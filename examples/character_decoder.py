@@ -170,7 +170,7 @@ def run(steps: Steps, training: int, wide: int, folder: Path) -> Iterator[Row]:
         "the same, as a package", package, (folder / "decoder.pt2").stat().st_size, held_out
     )
     with steps.step("quantize and lower for ExecuTorch"):
-        words = {
+        words: dict[str, Any] = {
             "is_per_channel": True,
             "is_dynamic": True,
             "group_size": 32,

@@ -215,14 +215,16 @@ def test_means_of_rows_of_unknown_number_are_left() -> None:
     assert passed(lambda x: x.mean(-1), aten.mean.dim)[1] == [([2, 3], True)]
 
 
-def test_histograms_are_counted_by_comparison() -> None:
+def test_routers_count_and_sort() -> None:
     """Of a router's numbers, of numbers between and outside of the bounds, and of a bound itself."""
     x = torch.tensor([0.0, 1.0, 3.0, 3.0, 2.0, -1.0, 4.0, 0.5, 2.0])
 
     def model(_: Any, x: Tensor) -> tuple[Tensor, ...]:
         places = torch.empty_like(x, dtype=torch.int64)
-        places[x.argsort()] = torch.arange(9)
-        return torch.histc(x, 4, 0, 3), torch.histc(x, 5, -1.0, 2.0), x.argsort()[places]
+        values, order = x.sort()
+        places[order] = torch.arange(9)
+        counts = torch.histc(x, 4, 0, 3), torch.histc(x, 5, -1.0, 2.0)
+        return *counts, values[places], x.view(3, 3).sort(0, True)[0]
 
     graph = torch.export.export(Model(model), (x,)).module()
     for wanted, actual in zip(graph(x), lower_to_executorch(graph, (x,)).run(x), strict=True):

@@ -192,6 +192,20 @@ def _is_mean_of_rows(node: Node) -> bool:
     )
 
 
+def _sort_by_top(graph: Graph) -> None:
+    """Write a sort whose ties have no order as the largest or smallest of all, in place.
+
+    The runtime has a kernel for those alone. Routers of experts sort rows by their expert.
+    """
+    for node in graph.nodes:
+        if node.target is aten.sort.default and not node.kwargs:
+            source = node.all_input_nodes[0]
+            dim, descending = [*node.args[1:], *(-1, False)[len(node.args) - 1 :]]
+            value = source.meta["val"]
+            if value.dim() and isinstance(size := value.shape[dim], int):  # type: ignore[index]
+                node.target, node.args = aten.topk.default, (source, size, dim, descending, True)
+
+
 def _fill_what_is_empty(graph: Graph) -> None:
     """Let tensors made without values hold zeros, in place: the edge dialect has no such operator."""
     for node in graph.nodes:
@@ -234,6 +248,7 @@ EXPORT_PASSES: tuple[Callable[[Graph], None], ...] = (
     _flatten_means,
     _count_by_comparison,
     _fill_what_is_empty,
+    _sort_by_top,
 )
 
 
