@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -181,7 +181,7 @@ def _flatten_means(graph: Graph) -> None:
 
 def _is_mean_of_rows(node: Node) -> bool:
     source = node.all_input_nodes[0]
-    value, (dims, *_) = source.meta["val"], node.args[1:]
+    value, dims = source.meta["val"], cast("Any", node.args[1])
     return (
         isinstance(dims, list | tuple)
         and [int(dim) % max(value.dim(), 1) for dim in dims] == [value.dim() - 1]
@@ -200,9 +200,10 @@ def _sort_by_top(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.sort.default and not node.kwargs:
             source = node.all_input_nodes[0]
-            dim, descending = [*node.args[1:], *(-1, False)[len(node.args) - 1 :]]
+            dim: Any = node.args[1] if len(node.args) > 1 else -1
+            descending = node.args[2] if len(node.args) > 2 else False
             value = source.meta["val"]
-            if value.dim() and isinstance(size := value.shape[dim], int):  # type: ignore[index]
+            if value.dim() and isinstance(size := value.shape[dim], int):
                 node.target, node.args = aten.topk.default, (source, size, dim, descending, True)
 
 
@@ -221,7 +222,7 @@ def _count_by_comparison(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         if node.target is aten.histc.default and [*node.args[2:4]] not in ([], [0, 0]):
-            _count(node, *node.args[:4])  # type: ignore[arg-type]
+            _count(node, *node.args[:4])
 
 
 def _count(node: Node, values: Node, bins: int, low: float, high: float) -> None:
