@@ -221,6 +221,10 @@ class CheckpointError(UserError):
         super().__init__(message)
 
 
+class StateError(UserError):
+    """A state dict belongs to a model with other constants in its code, such as scales of activations."""
+
+
 class BatchError(CalibrationError):
     """One of several batches cannot be used. `reason` says why; `what` names the kind of batch."""
 

@@ -25,11 +25,13 @@ from qompose.errors import (
     PluginError,
     RequirementWarning,
     StageError,
+    StateError,
     blaming,
     warn_user,
 )
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.min_max import Observer
+from qompose.program.control_flow import nodes_in
 from qompose.program.graph import module_path
 from qompose.program.meta import META_KEY
 from qompose.spec.claim import Claim, Conflict, Point
@@ -338,7 +340,98 @@ def attach(module: Model, record: Record) -> Model:
     """Put a record into a module's meta and return the module."""
     holder: Any = module
     holder.meta = {**getattr(module, "meta", {}), META_KEY: record}
+    if isinstance(module, GraphModule):
+        _bind_state(module, quantized=record.stage in ("converted", "reference", "lowered"))
     return module
+
+
+_ENTRY = "qompose_literals"
+_REMEDY = (
+    "A state dict has no scales of activations, which are part of the code. Use qompose.save and "
+    "qompose.load for the whole model, or load float parameters before prepare_pt2e"
+)
+
+
+class _StateBinding:
+    """Marks the state dicts of one quantized program, and checks those that are loaded into it.
+
+    Scales of activations are literals of the code, which a state dict does not have: with another model's
+    integers a program would compute noise. The mark is in torch's metadata of the state dict, which
+    `torch.save` keeps, and adds no key.
+
+    Args:
+        literals: a name of the literals.
+    """
+
+    def __init__(self, literals: str) -> None:
+        self.literals = literals
+
+    def mark(self, _module: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
+        """Write the name of the literals; a hook of torch's `state_dict`."""
+        metadata[_ENTRY] = self.literals
+
+    def check(
+        self, state: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Compare names before anything is loaded; a hook of torch's `load_state_dict`.
+
+        Raises:
+            StateError: the state dict is that of a program with other literals.
+        """
+        if not any(name.startswith(prefix) for name in state):
+            return
+        given = metadata.get(_ENTRY)
+        if given is None:
+            warn_user(
+                "load_state_dict: the state dict does not say for which scales of activations its "
+                f"integers were made, and this model keeps its own. {_REMEDY}"
+            )
+        elif given != self.literals:
+            raise StateError(
+                f"load_state_dict: the state dict is that of a model with other scales. {_REMEDY}"
+            )
+
+
+def _bind_state(module: GraphModule, *, quantized: bool) -> None:
+    """Let state dicts of a program be marked and checked if it is `quantized`, in place; else no more."""
+    tables: tuple[Any, ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
+    for table in tables:
+        for key in [k for k, hook in table.items() if _is_ours(hook)]:
+            del table[key]
+    literals = _literals_of(module) if quantized else None
+    if literals is not None:
+        binding = _StateBinding(literals)
+        hooked: Any = module  # untyped in torch
+        hooked._register_state_dict_hook(binding.mark)
+        hooked._register_load_state_dict_pre_hook(binding.check)
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps those that are called before loading
+    return isinstance(getattr(function, "__self__", None), _StateBinding)
+
+
+def _literals_of(module: GraphModule) -> str | None:
+    """Return a name of the numbers in the code that may be scales or zero points, or None without any.
+
+    Integers of torch's own operators are sizes and axes.
+    """
+    found = []
+    for node in nodes_in(module):
+        if node.op == "call_function":
+            kinds = (float,) if _is_torchs(node.target) else (float, int)
+            numbers = [a for a in _flat((node.args, node.kwargs)) if isinstance(a, kinds)]
+            found += [(str(node.target), *map(repr, numbers))] if numbers else []
+    return sha256(repr(found).encode()).hexdigest() if found else None
+
+
+def _is_torchs(target: Any) -> bool:
+    return getattr(target, "namespace", "aten") in ("aten", "prims", "higher_order")
+
+
+def _flat(arguments: Any) -> list[Any]:
+    flat: list[Any] = torch.utils._pytree.tree_leaves(arguments)
+    return flat
 
 
 def subject_of(
