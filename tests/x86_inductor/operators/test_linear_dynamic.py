@@ -106,6 +106,16 @@ class TestPerTensor:
         # Curves have slopes up to 1.2, and float32 forms of their own.
         assert_close(actual, wanted, 2 * size + (4 * wanted.abs() + 2 if name != "none" else 0))
 
+    @pytest.mark.parametrize("post", [("none",), ("relu",)])
+    @pytest.mark.parametrize("magnitude", [1e28, 1e30, 1e36, 3e37])
+    def test_large_inputs_have_finite_results(self, magnitude: float, post: Any) -> None:
+        """Sums of integers times the input's scale alone are beyond float32."""
+        x, weight, scales, bias = operands(0, 3, 64)
+        x *= magnitude / x.abs().max()
+        exact, size = per_tensor_exactly(x, weight, scales, bias, (0, 255))
+        wanted = exact.relu() if post == ("relu",) else exact
+        assert_close(dynamic(x, weight, scales, bias, *WHOLE, *post), wanted, size)
+
     @pytest.mark.parametrize("value", [*NOT_FINITE, 3.4e38])
     @pytest.mark.parametrize("post", POSTS)
     def test_what_is_not_finite_makes_all_of_it_nan(self, value: float, post: Any) -> None:

@@ -50,6 +50,10 @@ _integers = functools.partial(kit.quantize, dtype=torch.uint8)
 _HIDES_NAN: Final = ("relu", "hardtanh")
 """The post-ops that turn NaN into a number in oneDNN."""
 
+_LARGEST_SCALE: Final = 2.0**96
+"""oneDNN multiplies sums of up to 32 bits by the input's scale first: above this one they can overflow, and
+become NaN, where the result is finite."""
+
 
 def _check_dtype(operator: str, x: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError on an ``x`` that would be misread."""
@@ -92,6 +96,8 @@ def _linear(x: Tensor, x_scale: Tensor, x_zp: Tensor, weight: Tensor, *rest: Any
     scale = float(x_scale)
     if math.isnan(scale):
         return x_scale.new_full(_shape(x, weight), math.nan)
+    if scale > _LARGEST_SCALE:
+        scale, w_scale = 1.0, w_scale * scale
     return _product(x, scale, int(x_zp), weight, w_scale, bias, *Output()[:3], *post)
 
 
