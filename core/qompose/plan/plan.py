@@ -388,7 +388,8 @@ class _StateBinding:
             )
         elif given != self.literals:
             raise StateError(
-                f"load_state_dict: the state dict is that of a model with other scales. {_REMEDY}"
+                f"load_state_dict: the state dict is that of a model with other scales, or of "
+                f"another stage. {_REMEDY}"
             )
 
 
