@@ -18,9 +18,11 @@ from qompose.algorithms.channel_factors import (
     Factors,
     is_per_channel,
 )
-from qompose.observers.channel_ranges import OUTPUT, Balance
+from qompose.observers.auto_range import FEWEST_EXAMPLES
+from qompose.observers.channel_ranges import OUTPUT, Balance, sample_of
 from qompose.observers.input_sums import Columns, input_observers
 from qompose.observers.make_observer import eps_of, make_observer
+from qompose.observers.row_sample import RowSample
 from qompose.plan.plan import Plan
 from qompose.program.control_flow import count_readers
 from qompose.program.graph import value_of
@@ -114,6 +116,19 @@ class Calibrated:
     def readers(self) -> dict[int, int]:
         """Return how many operators read each parameter, by address."""
         return count_readers(self.model)
+
+    @cached_property
+    def repeated(self) -> dict[int, RowSample]:
+        """The rows of inputs of products that saw little but the same ones, by group.
+
+        Held-out examples are of the same few rows then, and tell nothing of other data.
+        """
+        samples = {n: sample_of(o) for n, o in self.observers.items() if self.is_whole(n)}
+        return {
+            number: sample
+            for number, sample in samples.items()
+            if sample is not None and sample.examples >= FEWEST_EXAMPLES and sample.repeated
+        }
 
     def is_whole(self, number: int) -> bool:
         """Tell whether all claims of a group are followed."""

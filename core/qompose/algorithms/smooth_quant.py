@@ -98,6 +98,8 @@ class Smoothing(Algorithm):
         group = found.plan.groups[number]
         strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
         what = f"{_where(group, found.nodes)}{strength}"
+        if balance.unasked and found.repeated:
+            return
         try:
             factors = _factors(found, number, balance)
         except _NotSmoothed as reason:

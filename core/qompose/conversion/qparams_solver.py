@@ -519,7 +519,7 @@ class QParamsSolver:
             for number, factor in self._widened.items()
         ]
         refused = self._found.refused
-        few = [*self._too_few_examples(), *self._without_channels()]
+        few = [*self._too_few_examples(), *self._mostly_repeated(), *self._without_channels()]
         return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _choices(self) -> Iterator[tuple[int, Choice]]:
@@ -560,6 +560,22 @@ class QParamsSolver:
             yield (
                 f"range of {', '.join(names[:_NAMED])}{more}: min/max, because calibration "
                 f"saw too few distinct examples to choose another range: {reason}"
+            )
+
+    def _mostly_repeated(self) -> Iterator[str]:
+        """Name the inputs of products that saw little but the same rows."""
+        found = [
+            f"{self.plan.groups[number].points[0]} ({sample.different} of {sample.seen} rows for "
+            f"{sample.rows.shape[1]} channels)"
+            for number, sample in self._found.repeated.items()
+        ]
+        if found:
+            more = f" and {len(rest)} more" if (rest := found[_NAMED:]) else ""
+            yield (
+                "most of what calibration saw was repeated, such as padding or a background. Few "
+                f"rows differ in {', '.join(found[:_NAMED])}{more}. Algorithms that were not asked "
+                "for by word were not applied, because what they gain on such data may not hold "
+                "for other data. Calibrate with data like that in use"
             )
 
     def _few_levels(self) -> Iterator[str]:

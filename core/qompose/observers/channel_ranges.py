@@ -175,6 +175,14 @@ def screen_of(observer: nn.Module) -> Screen | None:
     return guard.screen if guard is not None else getattr(observer, "screen", None)
 
 
+def sample_of(observer: Any) -> RowSample | None:
+    """Return rows that the observer of a product's input keeps, None where it keeps none."""
+    inner = base_observer(observer)
+    if not isinstance(inner, AutoRangeObserver):
+        return observer.sample if isinstance(observer, PerChannelRangeObserver) else None
+    return inner.sample if any(reader.weight is not None for reader in inner.readers) else None
+
+
 INPUT, OUTPUT = "input", "output"
 _FEWEST_ROWS = 32
 

@@ -33,6 +33,12 @@ _HASHED = 256
 ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
 _SMALLEST = 2.0**-126
 _STRATUM, _ROW, _EXAMPLE = range(3)
+_REPEATED, _FOR_EACH = 10, 4
+"""Rows are repeated where each stands for ten, and there are under four different ones for each channel.
+
+With four rows a channel the smallest eigenvalues of second moments are off by a factor of four (Marchenko and
+Pastur). Rows that are few and differ are not odd: there is not much data, and held-out data tells of that.
+"""
 
 
 class RowSample:
@@ -82,6 +88,23 @@ class RowSample:
     def seen(self) -> int:
         """Return how many rows there were."""
         return self._counts.total()
+
+    @property
+    def different(self) -> int:
+        """Return how many of them differ: of strata that are full, by the part of all hashes that is kept."""
+        if not len(order := self.order):
+            return 0
+        _, sizes = _counted(order[:, _STRATUM])
+        last = order[sizes.cumsum(0) - 1, _ROW].double()
+        full = sizes == _most(self.rows)
+        found = torch.where(full, sizes / (last / 2.0**63), sizes.double())  # no hash is negative
+        return min(self.seen, round(float(found.sum())))
+
+    @property
+    def repeated(self) -> bool:
+        """Tell whether there are little but the same rows over and over, as of padding and backgrounds."""
+        different = self.different
+        return different < min(self.seen / _REPEATED, self.rows.shape[1] * _FOR_EACH)
 
     @property
     def weights(self) -> Tensor:

@@ -103,6 +103,20 @@ def test_products_are_truer_on_other_data(name: str, mode: str) -> None:
     assert len(said(asking)[0]) == 1 and said(plain) == ([], [])
 
 
+def test_without_a_word_nothing_is_learned_of_the_same_rows_over_and_over() -> None:
+    """Held-out examples have them too, and gain alike: 16 rows are padding, the other is one of 64 words."""
+    words, padding = data(0, 64, 48), data(1, 16, 48).expand(256, 16, 48)
+    seen = torch.cat([words.repeat(4, 1)[:, None], padding], dim=1)
+    model = toys.seeded(nn.Linear(48, 16)).eval()
+    asked, by_itself = (run(model, config, seen) for config in (ASKING, ITSELF))
+    assert [len(said(m)[0]) for m in (asked, by_itself)] == [1, 0]
+    named = [n for n in qompose.report(by_itself).notes if "80 of 4352 rows for 48 channels" in n]
+    assert len(named) == 1
+    assert not lines(by_itself, "bias_correction")[0]
+    usual = run(model, ITSELF, data(2, 256 * 17, 48).view(256, 17, 48))
+    assert len(said(usual)[0]) == 1
+
+
 def test_without_a_word_it_is_made_where_it_helps() -> None:
     model = toys.seeded(nn.Linear(48, 16)).eval()
     by_itself = run(model, ITSELF, data(0, 256, 48))

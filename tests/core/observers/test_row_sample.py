@@ -169,3 +169,23 @@ def test_nothing_is_merged_into_nothing() -> None:
     empty.merge(some)
     some.merge(RowSample())
     assert_same(empty, some)
+
+
+@pytest.mark.parametrize("channels", [3, 48])
+def test_how_many_rows_differ_is_estimated_of_more_than_are_kept(channels: int) -> None:
+    drawn = of(2, randn(200, 100, channels, seed=0))
+    assert len(drawn.rows) < drawn.seen / 2
+    assert 0.85 * drawn.seen < drawn.different <= drawn.seen
+
+
+@pytest.mark.parametrize(
+    ("different", "times", "repeated"), [(100, 20, True), (100, 5, False), (300, 20, False)]
+)
+def test_rows_are_repeated_where_few_differ_of_many(
+    different: int, times: int, repeated: bool
+) -> None:
+    """Of 48 channels: 192 different rows are enough, and so is one row in ten."""
+    rows = randn(different, 48, seed=0).repeat(times, 1)
+    sample = of(2, rows[torch.randperm(len(rows))].view(-1, 20, 48))
+    assert (sample.different, sample.seen) == (different, different * times)
+    assert sample.repeated is repeated
