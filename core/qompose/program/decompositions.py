@@ -384,9 +384,9 @@ def _experts_obstacle(mat2: Node, offs: Node | None, bias: Any = None, **other: 
 
 
 def _experts(do: Recorder, mat2: Node, offs: Node, **other: Any) -> Node:
-    """Give each expert the rows that were routed to it, and zeros for the others: the sum is the result.
+    """Give each expert all rows, and take from its results those of the rows that were routed to it.
 
-    Zeros change nothing that is observed of products. An expert that no row is routed to sees only zeros.
+    Observers see what any expert may be given: one to which calibration routed nothing has a range, too.
     """
     rows = other["self"]
     places = do(aten.arange.default, do.size(rows, 0), device=value_of(rows).device)
@@ -395,11 +395,14 @@ def _experts(do: Recorder, mat2: Node, offs: Node, **other: Any) -> Node:
     result = None
     for expert in range(value_of(mat2).shape[0]):
         own = do(aten.eq.Scalar, expert_of, expert)
-        routed = do(aten.where.ScalarOther, own, rows, 0.0)
         weight = do(aten.transpose.int, do(aten.select.int, mat2, 0, expert), 0, 1)
-        product = do(aten.linear.default, routed, weight)
+        product = do(aten.linear.default, rows, weight)
         product._rename(f"{do.site.name}_expert_{expert}")
-        result = product if result is None else do(aten.add.Tensor, result, product)
+        result = (
+            do(aten.where.ScalarOther, own, product, 0.0)
+            if result is None
+            else do(aten.where.self, own, product, result)
+        )
     assert result is not None
     return result
 

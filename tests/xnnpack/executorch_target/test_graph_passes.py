@@ -229,3 +229,49 @@ def test_routers_count_and_sort() -> None:
     graph = torch.export.export(Model(model), (x,)).module()
     for wanted, actual in zip(graph(x), lower_to_executorch(graph, (x,)).run(x), strict=True):
         assert torch.equal(wanted, actual)
+
+
+def behind_passes(model: nn.Module, *inputs: Tensor) -> nn.Module:
+    """What is exported, behind the passes."""
+    graph = torch.export.export(model, inputs).module()
+    for change in EXPORT_PASSES:
+        change(graph.graph)
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize("bounds", [(0, 29), (2, 2), (-1,), ()])
+@pytest.mark.parametrize("shape", [(29,), (29, 1)])
+def test_histograms_are_those_of_torch(shape: tuple[int, ...], bounds: tuple[int, ...]) -> None:
+    """Bounds of the data's own, bounds that are left out, several dimensions, and values on an edge."""
+    x = torch.arange(29.0).reshape(shape)
+    model = Model(lambda _, x: torch.histc(x, 29, *bounds))
+    assert torch.equal(behind_passes(model, x)(x), model(x))
+
+
+def test_results_that_are_viewed_lie_in_memory_as_recorded() -> None:
+    def attention(_: Any, q: Tensor) -> Tensor:
+        heads = q.transpose(1, 2)
+        result = F.scaled_dot_product_attention(heads, heads, heads)
+        return result.transpose(1, 2).contiguous().view(2, 3, 32)
+
+    q = randn(2, 3, 4, 8)
+    torch.testing.assert_close(behind_passes(Model(attention), q)(q), attention(None, q))
+    x = randn(2, 3, 8).transpose(1, 2)
+    ordered = Model(lambda _, x: x.sort(-1)[0].transpose(1, 2).contiguous().view(2, 24))
+    assert torch.equal(behind_passes(ordered, x)(x), ordered(x))
+
+
+def test_a_mask_that_is_written_is_looked_at_again() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.ones(3, 3, dtype=torch.bool))
+
+        def forward(self, q: Tensor, t: Tensor) -> Tensor:
+            first = F.scaled_dot_product_attention(q, q, q, self.kept)
+            torch.gt(t, 0, out=self.kept)
+            return first + F.scaled_dot_product_attention(q, q, q, self.kept)
+
+    q, t = randn(1, 2, 3, 8), torch.eye(3)
+    torch.testing.assert_close(behind_passes(Masked(), q, t)(q, t), Masked()(q, t))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from qompose_xnnpack.executorch_target.nodes import add_before, writes
+from qompose_xnnpack.executorch_target.nodes import add_before, keeps_strides, writes, written_by
 
 aten = torch.ops.aten
 Call = Callable[..., Node]
@@ -29,7 +29,11 @@ def split_attention(graph: Graph) -> None:
     """
     masks: Masks = {}
     for node in list(graph.nodes):
-        if node.target is aten.scaled_dot_product_attention.default and _is_known(node):
+        if (
+            node.target is aten.scaled_dot_product_attention.default
+            and _is_known(node)
+            and not keeps_strides(node)
+        ):
             _split(node, masks)
 
 
@@ -126,7 +130,7 @@ def _bias(call: Call, seen: Node) -> Node:
 
 
 def _written_types(graph: Graph) -> set[torch.dtype]:
-    return {node.all_input_nodes[0].meta["val"].dtype for node in graph.nodes if writes(node)}
+    return {node.meta["val"].dtype for call in graph.nodes for node in written_by(call)}
 
 
 def _without_repeats(node: Node, until: Node) -> Node:

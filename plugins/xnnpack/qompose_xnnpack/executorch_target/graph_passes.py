@@ -18,6 +18,7 @@ from qompose_xnnpack.executorch_target.nodes import (
     add_before,
     has_prefix,
     is_computation,
+    keeps_strides,
     operator_name,
     writes,
 )
@@ -203,7 +204,8 @@ def _sort_by_top(graph: Graph) -> None:
             dim: Any = node.args[1] if len(node.args) > 1 else -1
             descending = node.args[2] if len(node.args) > 2 else False
             value = source.meta["val"]
-            if value.dim() and isinstance(size := value.shape[dim], int):
+            known = value.dim() and isinstance(size := value.shape[dim], int)
+            if known and not any(map(keeps_strides, node.users)):
                 node.target, node.args = aten.topk.default, (source, size, dim, descending, True)
 
 
@@ -218,18 +220,23 @@ def _fill_what_is_empty(graph: Graph) -> None:
 def _count_by_comparison(graph: Graph) -> None:
     """Write a histogram as comparisons and a sum, in place: the runtime has no operator for it.
 
-    Routers of experts count their rows with one. Bounds that depend on data are left.
+    Routers of experts count their rows with one. Bounds that depend on data are left, and so are several
+    dimensions.
     """
     for node in list(graph.nodes):
-        if node.target is aten.histc.default and [*node.args[2:4]] not in ([], [0, 0]):
+        if node.target is aten.histc.default and len(node.args) > 3 and _is_counted(*node.args[:4]):
             _count(node, *node.args[:4])
+
+
+def _is_counted(values: Node, bins: int, low: float, high: float) -> bool:
+    return low < high and bool(values.meta["val"].dim() == 1)
 
 
 def _count(node: Node, values: Node, bins: int, low: float, high: float) -> None:
     add = partial(add_before, node)
     kind = values.meta["val"].dtype
-    shares = add(aten.div.Tensor, add(aten.sub.Tensor, values, low), float(high - low))
-    numbers = add(aten.floor.default, add(aten.mul.Tensor, shares, float(bins)))
+    scaled = add(aten.mul.Tensor, add(aten.sub.Tensor, values, low), float(bins))  # as torch rounds
+    numbers = add(aten.floor.default, add(aten.div.Tensor, scaled, float(high - low)))
     numbers = add(aten.clamp.default, numbers, None, bins - 1)  # the last bin has its upper bound
     outside = add(aten.gt.Scalar, values, high)
     numbers = add(aten.where.self, outside, add(aten.full.default, [], -1.0, dtype=kind), numbers)

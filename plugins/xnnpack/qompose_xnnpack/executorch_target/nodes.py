@@ -54,6 +54,37 @@ def writes(node: Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+_aten = torch.ops.aten
+_MOVES = (
+    *(_aten.alias, _aten.detach, _aten.expand, _aten.permute, _aten.select, _aten.slice),
+    *(_aten.squeeze, _aten.t, _aten.transpose, _aten.unsqueeze),
+)
+
+
+def keeps_strides(node: Node) -> bool:
+    """Whether a node's values have to lie in memory as they do: views were recorded that fail otherwise."""
+    return not node.meta["val"].is_contiguous() and _is_viewed(node)
+
+
+def _is_viewed(node: Node) -> bool:
+    return any(
+        user.target is _aten.view.default
+        or (getattr(user.target, "overloadpacket", None) in _MOVES and _is_viewed(user))
+        for user in node.users
+    )
+
+
+def written_by(node: Node) -> list[Node]:
+    """Return the arguments that a call writes to."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = [] if schema is None else schema.arguments
+    places = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+    found = list[Node]()
+    map_arg([value for name, value in given.items() if name in places], found.append)
+    return found
+
+
 def add_before(node: Node, operator: Any, *args: Any, **kwargs: Any) -> Node:
     """Add a call before a node, as a part of it, with example values."""
     with node.graph.inserting_before(node):
