@@ -263,8 +263,7 @@ def resident() -> int:
     """Bytes of this process that are no file's, when the allocator has given back what is free."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return machine.anonymous_bytes()
 
 
 def memory_of(engine: str, lowered: Any) -> int:

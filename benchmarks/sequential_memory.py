@@ -25,11 +25,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import qompose
 import qompose_x86_inductor as x86
 import torch
+from machine import anonymous_bytes
 from torch import nn
 
 _EVERY = 0.002
@@ -37,19 +37,14 @@ _EVERY = 0.002
 ROWS, BATCHES = 64, 4
 
 
-def anonymous() -> float:
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024 / 1e6
-
-
 def measured(run: Callable[[], object]) -> tuple[float, float]:
     """The most that a step adds to what the process had before, in MB, and seconds of processor."""
-    before, ended, peak = anonymous(), threading.Event(), 0.0
+    before, ended, peak = anonymous_bytes(), threading.Event(), 0
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(_EVERY):
-            peak = max(peak, anonymous() - before)
+            peak = max(peak, anonymous_bytes() - before)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -58,7 +53,7 @@ def measured(run: Callable[[], object]) -> tuple[float, float]:
     taken = time.process_time() - start
     ended.set()
     watching.join()
-    return peak, taken
+    return peak / 1e6, taken
 
 
 def steps(widths: list[int], word: str) -> list[Callable[[], object]]:

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics  # in every Python: half a million characters of English
@@ -24,6 +24,7 @@ from typing import Any
 import qompose
 import torch
 import transformers
+from decoder import Methods, arguments, exported
 from generation import Decoder, stream
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_x86_inductor import (
@@ -40,7 +41,6 @@ from torch import Tensor
 
 WORDS, CONTEXT, PROMPT = 128, 128, 32
 START = "The following sections describe "[:PROMPT]
-Methods = Mapping[str, Callable[..., Tensor]]
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,6 @@ def trained(text: Tensor, steps: int, wide: int, progress: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def arguments(ids: Tensor, first: int) -> dict[str, Tensor]:
-    return {"input_ids": ids, "cache_position": torch.arange(first, first + ids.shape[1])}
-
-
-def exported(model: Any) -> dict[str, torch.export.ExportedProgram]:
-    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
-
-    model.generation_config.cache_implementation = "static"
-    cached = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=CONTEXT).eval()
-    zeros = torch.zeros(1, PROMPT, dtype=torch.int64)
-    return {
-        name: torch.export.export(cached, (), arguments(zeros[:, :length], 0), strict=False)
-        for name, length in (("prefill", PROMPT), ("decode", 1))
-    }
-
-
 def logits_of(methods: Methods, ids: Tensor) -> Iterator[Tensor]:
     """Yield logits (1, PROMPT, words) of one piece, by prompts one behind the other."""
     for first in range(0, CONTEXT, PROMPT):
@@ -148,7 +132,7 @@ def run(steps: Steps, training: int, wide: int, folder: Path) -> Iterator[Row]:
     text, held_out = characters()
     with steps.step("train") as track:
         model = trained(text, training, wide, track)
-    programs = exported(model)
+    programs = exported(model, PROMPT, CONTEXT)
     floats = {name: program.module() for name, program in programs.items()}
     size = sum(parameter.nbytes for parameter in model.parameters())
     yield measured("float", floats, size, held_out)
@@ -183,12 +167,12 @@ def run(steps: Steps, training: int, wide: int, folder: Path) -> Iterator[Row]:
     yield measured("ExecuTorch 8 x 4 bits", read.methods, read.nbytes, held_out)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print a row per model; return 1 where one is much worse than float."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600, help="of training (default: %(default)s)")
     parser.add_argument("--wide", type=int, default=128, help="(default: %(default)s)")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     with warnings.catch_warnings(), TemporaryDirectory() as folder, Steps() as steps:
         warnings.simplefilter("ignore")  # what transformers and torch say of their own code
         rows = [*run(steps, given.steps, given.wide, Path(folder))]

@@ -56,8 +56,6 @@ class Row:
 
 def export(family: str, wide: int, layers: int) -> dict[str, torch.export.ExportedProgram]:
     """Return the methods of a random model with a static cache."""
-    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
-
     config = getattr(transformers, f"{family}Config")(
         vocab_size=2000, hidden_size=wide, num_hidden_layers=layers, intermediate_size=2 * wide,
         num_attention_heads=8, num_key_value_heads=4, head_dim=wide // 8, max_position_embeddings=64,
@@ -65,13 +63,19 @@ def export(family: str, wide: int, layers: int) -> dict[str, torch.export.Export
     )  # fmt: skip
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    return exported(model, PROMPT, PROMPT + STEPS)
+
+
+def exported(model: Any, length: int, context: int) -> dict[str, torch.export.ExportedProgram]:
+    """Return a method for `length` tokens at a time and one for a single one, with room for `context`."""
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
     model.generation_config.cache_implementation = "static"
-    cached = TorchExportableModuleWithStaticCache(
-        model, batch_size=1, max_cache_len=PROMPT + STEPS
-    ).eval()
+    cached = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=context).eval()
+    zeros = torch.zeros(1, length, dtype=torch.int64)
     return {
-        name: torch.export.export(cached, (), arguments(prompt()[:, :length]), strict=False)
-        for name, length in (("prefill", PROMPT), ("decode", 1))
+        name: torch.export.export(cached, (), arguments(zeros[:, :number]), strict=False)
+        for name, number in (("prefill", length), ("decode", 1))
     }
 
 

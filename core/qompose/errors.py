@@ -39,6 +39,7 @@ __all__ = [
     "SelectorError",
     "SharingError",
     "StageError",
+    "StateError",
     "StatisticsError",
     "TargetError",
     "TuningError",
@@ -373,3 +374,9 @@ def near_names(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'a' or 'b'?)", or nothing where no known name is close."""
     close = get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(rest)} more" if (rest := names[most:]) else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -32,7 +32,7 @@ from qompose.algorithms.products import (
     set_scales,
     weight_group,
 )
-from qompose.errors import CheckpointError
+from qompose.errors import CheckpointError, first_of
 from qompose.program.disk import INDEX, files_of
 from qompose.program.graph import constant_of
 from qompose.spec.claim import Claim
@@ -203,8 +203,8 @@ class Checkpoint(Algorithm):
         modules = {self._module_of(target) for target in reads} - taken - {None}
         if modules:
             yield (
-                f"{self.word} was not applied to {_listed(sorted(map(str, modules)))}: no configuration "
-                "that applies there requests it"
+                f"{self.word} was not applied to {first_of(sorted(map(str, modules)), _LISTED)}: "
+                "no configuration that applies there requests it"
             )
 
     def _module_of(self, target: str) -> str | None:
@@ -331,7 +331,9 @@ class _Plan:
     def _refuse(self, what: str, names: set[str]) -> None:
         if names:
             listed = sorted(names)
-            raise CheckpointError(f"{self.checkpoint.path} {what} {_listed(listed)}", listed)
+            raise CheckpointError(
+                f"{self.checkpoint.path} {what} {first_of(listed, _LISTED)}", listed
+            )
 
 
 def _identity(value: Tensor) -> tuple[Any, ...]:
@@ -458,8 +460,3 @@ def _json_object(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds no JSON object")
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -20,6 +20,7 @@ from .interface import (
     LateOperators as LateOperators,
     RuleUse as RuleUse,
     Target as Target,
+    arguments_of as arguments_of,
     claim_of as claim_of,
     clear_origin as clear_origin,
     draft_of as draft_of,

@@ -28,6 +28,7 @@ from qompose.errors import (
     UncalibratedError,
     UnlearnedError,
     blaming,
+    first_of,
 )
 from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
@@ -556,9 +557,8 @@ class QParamsSolver:
             if choice.reason and constant_of(self._value(number)) is None:
                 few[choice.reason].append(str(self.plan.groups[number].points[0]))
         for reason, names in sorted(few.items()):
-            more = f" and {len(rest)} more" if (rest := names[_NAMED:]) else ""
             yield (
-                f"range of {', '.join(names[:_NAMED])}{more}: min/max, because calibration "
+                f"range of {first_of(names, _NAMED)}: min/max, because calibration "
                 f"saw too few distinct examples to choose another range: {reason}"
             )
 
@@ -570,10 +570,9 @@ class QParamsSolver:
             for number, sample in self._found.repeated.items()
         ]
         if found:
-            more = f" and {len(rest)} more" if (rest := found[_NAMED:]) else ""
             yield (
                 "most of what calibration saw was repeated, such as padding or a background. Few "
-                f"rows differ in {', '.join(found[:_NAMED])}{more}. Algorithms that were not asked "
+                f"rows differ in {first_of(found, _NAMED)}. Algorithms that were not asked "
                 "for by word were not applied, because what they gain on such data may not hold "
                 "for other data. Calibrate with data like that in use"
             )

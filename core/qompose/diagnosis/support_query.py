@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import kernels_of
 from qompose.backend.discovery import obstacle
 from qompose.backend.interface import Backend
-from qompose.errors import ConfigError, near_names
+from qompose.errors import ConfigError, first_of, near_names
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.operator_ids import isolate
 from qompose.plan.plan import Operator
@@ -342,9 +342,8 @@ class _Inquiry:
 
 def _gone(member: str, made: Sequence[str]) -> str:
     """Say of an operator that a quantizer rewrote it, and what to ask about instead."""
-    more = f" and {len(rest)} more" if (rest := made[_MOST:]) else ""
     instead = (
-        f"ask about the operators that replaced it: {', '.join(made[:_MOST])}{more}"
+        f"ask about the operators that replaced it: {first_of(made, _MOST)}"
         if made
         else "it was removed"
     )

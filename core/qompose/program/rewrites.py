@@ -379,13 +379,13 @@ def _find_experts(node: Node, program: _Program) -> Iterator[Candidate]:
 
 def split_experts(module: GraphModule, node: Node) -> tuple[str, ...]:
     """Take a product of rows in groups apart: a linear layer, with its own weight, for each matrix."""
-    graph, names = node.graph, decompose(SPLIT_EXPERTS, node)
-    for piece in [piece for piece in graph.nodes if piece.name in set(names)]:
+    graph, names = node.graph, {*decompose(SPLIT_EXPERTS, node)}
+    for piece in [piece for piece in graph.nodes if piece.name in names]:
         if piece.target is aten.linear.default:
             read = read_by(piece)
             fold_weight(module, piece)
             drop(read)
-    return tuple(piece.name for piece in graph.nodes if piece.name in set(names))
+    return tuple(piece.name for piece in graph.nodes if piece.name in names)
 
 
 _REWRITES: dict[str, tuple[Find, Apply]] = {

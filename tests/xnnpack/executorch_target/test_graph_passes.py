@@ -124,14 +124,18 @@ def test_cropping_of_a_batch_known_at_run_time() -> None:
     assert torch.allclose(program.run(x), made(x), atol=1e-6)
 
 
+def behind_passes(model: nn.Module, *inputs: Tensor, sizes: Any = None) -> Any:
+    """What is exported, behind the passes."""
+    graph: Any = torch.export.export(model, inputs, dynamic_shapes=sizes).module()
+    for change in EXPORT_PASSES:
+        change(graph.graph)
+    graph.recompile()
+    return graph
+
+
 def passed(function: Callable[[Tensor], Tensor], target: Any, sizes: Any = None) -> tuple[Any, Any]:
     """A graph behind the passes, and the arguments of its calls of an operator but their inputs."""
-    model = torch.export.export(
-        Model(lambda m, x: function(x)), (LINE,), dynamic_shapes=(sizes,)
-    ).module()
-    for change in EXPORT_PASSES:
-        change(model.graph)
-    model.recompile()
+    model = behind_passes(Model(lambda m, x: function(x)), LINE, sizes=(sizes,))
     return model, [node.args[1:] for node in model.graph.nodes if node.target is target]
 
 
@@ -229,15 +233,6 @@ def test_routers_count_and_sort() -> None:
     graph = torch.export.export(Model(model), (x,)).module()
     for wanted, actual in zip(graph(x), lower_to_executorch(graph, (x,)).run(x), strict=True):
         assert torch.equal(wanted, actual)
-
-
-def behind_passes(model: nn.Module, *inputs: Tensor) -> nn.Module:
-    """What is exported, behind the passes."""
-    graph = torch.export.export(model, inputs).module()
-    for change in EXPORT_PASSES:
-        change(graph.graph)
-    graph.recompile()
-    return graph
 
 
 @pytest.mark.parametrize("bounds", [(0, 29), (2, 2), (-1,), ()])

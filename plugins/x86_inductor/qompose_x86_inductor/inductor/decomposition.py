@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 import torch
+from qompose.backend import arguments_of
 from torch import Tensor, fx
 
 from qompose_x86_inductor.inductor import (
@@ -24,7 +25,6 @@ from qompose_x86_inductor.inductor import (
     native_calls,
     native_recurrent,
 )
-from qompose_x86_inductor.inductor.nodes import arguments_of
 from qompose_x86_inductor.native import cache_attention, processor
 from qompose_x86_inductor.onednn import exactness
 from qompose_x86_inductor.onednn.arguments import NAMESPACE, ProductCall

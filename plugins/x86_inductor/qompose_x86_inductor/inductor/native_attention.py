@@ -11,11 +11,11 @@ import math
 from typing import Any, Final
 
 import torch
+from qompose.backend import arguments_of
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.inductor.nodes import arguments_of
 from qompose_x86_inductor.native import float_attention, processor
 from qompose_x86_inductor.native.attention import ATTENTION, AttentionEnds, AttentionSizes
 from qompose_x86_inductor.native.products import KINDS

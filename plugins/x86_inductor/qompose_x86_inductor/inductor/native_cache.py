@@ -12,11 +12,10 @@ import math
 from typing import Any, Final, NamedTuple
 
 import torch
-from qompose.backend import stand_for
+from qompose.backend import arguments_of, stand_for
 from torch import Tensor, fx
 
 from qompose_x86_inductor.inductor import native_attention
-from qompose_x86_inductor.inductor.nodes import arguments_of
 from qompose_x86_inductor.native import cache_attention, processor
 
 aten = torch.ops.aten

@@ -9,9 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from qompose.backend import arguments_of
 from torch.fx import Graph, Node
 
-from qompose_xnnpack.executorch_target.nodes import add_before, keeps_strides, writes, written_by
+from qompose_xnnpack.executorch_target.nodes import (
+    add_before,
+    has_known_sizes,
+    keeps_strides,
+    writes,
+    written_by,
+)
 
 aten = torch.ops.aten
 Call = Callable[..., Node]
@@ -37,16 +44,9 @@ def split_attention(graph: Graph) -> None:
             _split(node, masks)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False))
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    return {**defaults, **given, **node.kwargs}
-
-
 def _is_known(node: Node) -> bool:
     """Whether sizes are numbers, values are float32 in batches of heads, and nothing is dropped."""
-    given = _arguments(node)
+    given = arguments_of(node)
     tensors = [given[name].meta["val"] for name in ("query", "key", "value")]
     mask = given["attn_mask"]
     if mask is not None:
@@ -55,7 +55,7 @@ def _is_known(node: Node) -> bool:
             return False
     query, key, value = tensors[:3]
     return (
-        all(isinstance(size, int) and size > 0 for tensor in tensors for size in tensor.shape)
+        all(map(has_known_sizes, tensors))
         and all(tensor.dim() == 4 and tensor.dtype == torch.float32 for tensor in tensors[:3])
         and query.shape[0] == key.shape[0] == value.shape[0]
         and key.shape[1] == value.shape[1]
@@ -66,7 +66,7 @@ def _is_known(node: Node) -> bool:
 
 
 def _split(node: Node, masks: Masks) -> None:
-    given, call = _arguments(node), partial(add_before, node)
+    given, call = arguments_of(node), partial(add_before, node)
     query = given["query"]
     key, value = (_without_repeats(given[name], node) for name in ("key", "value"))
     if key.meta["val"].shape[:3] != value.meta["val"].shape[:3]:

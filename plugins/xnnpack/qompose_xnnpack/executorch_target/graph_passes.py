@@ -16,6 +16,7 @@ from qompose_xnnpack.executorch_target.attention import split_attention
 from qompose_xnnpack.executorch_target.nodes import (
     DEQUANTIZE,
     add_before,
+    has_known_sizes,
     has_prefix,
     is_computation,
     keeps_strides,
@@ -188,7 +189,7 @@ def _is_mean_of_rows(node: Node) -> bool:
         and [int(dim) % max(value.dim(), 1) for dim in dims] == [value.dim() - 1]
         and node.kwargs.get("dtype") is None
         and value.dtype == torch.float32
-        and all(isinstance(size, int) and size > 0 for size in value.shape)
+        and has_known_sizes(value)
         and not has_prefix(source, DEQUANTIZE)
     )
 
@@ -317,9 +318,7 @@ def reshape_for_xnnpack(module: GraphModule, *, view: Any) -> PassResult:
 def _has_known_floats(node: Node) -> bool:
     value = node.meta["val"]
     return (
-        isinstance(value, torch.Tensor)
-        and value.dtype == torch.float32
-        and all(isinstance(size, int) and size > 0 for size in value.shape)
+        isinstance(value, torch.Tensor) and value.dtype == torch.float32 and has_known_sizes(value)
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from qompose.backend import arguments_of
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -76,13 +77,18 @@ def _is_viewed(node: Node) -> bool:
 
 def written_by(node: Node) -> list[Node]:
     """Return the arguments that a call writes to."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = [] if schema is None else schema.arguments
-    places = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
     found = list[Node]()
-    map_arg([value for name, value in given.items() if name in places], found.append)
+    if writes(node):
+        aliases = {a.name: a.alias_info for a in node.target._schema.arguments}  # type: ignore[union-attr]
+        given = arguments_of(node).items()
+        written = [v for name, v in given if (alias := aliases[name]) and alias.is_write]
+        map_arg(written, found.append)
     return found
+
+
+def has_known_sizes(value: torch.Tensor) -> bool:
+    """Whether the sizes of a tensor are numbers, none of them 0."""
+    return all(isinstance(size, int) and size > 0 for size in value.shape)
 
 
 def add_before(node: Node, operator: Any, *args: Any, **kwargs: Any) -> Node:
