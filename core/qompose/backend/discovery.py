@@ -20,8 +20,8 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -212,6 +212,20 @@ def load_backend(name: str) -> Backend:
                 raise ExcludedBackendError(name, info.source, RESTRICT_VARIABLE, allowed)
             return _loaded(info)
     raise BackendNotFoundError(name, [info.name for info in known])
+
+
+def loadable_backends(but: Collection[str] = ()) -> list[Backend]:
+    """Import the plugins of all installed backends but those named; return those that can be, by name.
+
+    `qompose backends --check` says what is wrong with the others. Packages are looked through once, where
+    `load_backend` does it for each name.
+    """
+    found = []
+    for info in backends():
+        if info.name not in but:
+            with suppress(PluginError):
+                found.append(_loaded(info))
+    return found
 
 
 _lock = RLock()

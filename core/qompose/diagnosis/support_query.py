@@ -314,7 +314,8 @@ class _Inquiry:
             yield label, where + reason
         spoken_of = {name for r in self.composition.rejections for name in r.nodes}
         if nodes.isdisjoint(spoken_of):
-            for name in installed_with(row.operator, self.members.values()):
+            rivals = installed_with([row.operator], self.members.values())
+            for name in rivals.get(row.operator, ()):
                 yield (
                     name,
                     f"{where}it is installed but not a member, and has a rule for {row.operator}",

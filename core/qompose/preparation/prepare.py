@@ -270,12 +270,9 @@ def _offers(
         if operator.claim is None and operator.reason == NOBODY and operator.name in reading:
             left[operator.operator].append(operator.name)
     return [
-        (
-            f"{', '.join(names)} ({operator}) stays in float, but installed backends that are not "
-            f"members have a rule for it: {', '.join(offering)}"
-        )
-        for operator, names in left.items()
-        if (offering := installed_with(operator, members))
+        f"{', '.join(left[operator])} ({operator}) stays in float, but installed backends that are not "
+        f"members have a rule for it: {', '.join(offering)}"
+        for operator, offering in installed_with(left, members).items()
     ]
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities
-from qompose.backend.discovery import backends, load_backend
+from qompose.backend.discovery import load_backend, loadable_backends
 from qompose.backend.pattern_question import question_of
 from qompose.errors import ConfigError, PluginError, UserError, blaming, near_names
 from qompose.quantizer.base import Quantizer
@@ -311,24 +311,24 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def installed_with(operator: str, members: Iterable[Quantizer]) -> list[str]:
-    """Return the installed backends, other than those of members, that have a rule for an operator alone.
+def installed_with(
+    operators: Collection[str], members: Iterable[Quantizer]
+) -> dict[str, list[str]]:
+    """Return the installed backends, other than those of members, with a rule for an operator alone.
 
     Args:
-        operator: as reports name it: `aten.embedding`.
+        operators: as reports name them: `aten.embedding`.
+
+    Returns:
+        names of backends by operator, for those operators that any has a rule for.
     """
     known = {member.backend.name for member in members if isinstance(member, RuleQuantizer)}
-    question, found = question_of(operator), []
-    for info in backends():
-        if info.name in known:
-            continue
-        try:
-            backend = load_backend(info.name)
-        except PluginError:  # `qompose backends --check` says what is wrong with it
-            continue
-        if any(question.is_about(rule) for rule in backend.rules):
-            found.append(info.name)
-    return found
+    others = loadable_backends(but=known) if operators else []
+    found = {}
+    for operator in operators:
+        question = question_of(operator)
+        found[operator] = [b.name for b in others if any(map(question.is_about, b.rules))]
+    return {operator: names for operator, names in found.items() if names}
 
 
 def idle_members(members: Mapping[str, Quantizer], composition: Composition) -> dict[str, str]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from qompose import QomposeError, QuantizationConfig, Quantizer, RuleQuantizer, backends
+from qompose import QomposeError, QuantizationConfig, Quantizer, RuleQuantizer
 from qompose.backend import Backend, Rule, Target, load_backend
+from qompose.backend.discovery import loadable_backends
 from qompose.backend.rule import DYNAMIC
-from qompose.errors import PluginError
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.spec.qparams import CASTS, quantized_range
 from qompose.testing.fixtures import Blocked, ContractError, expecting
@@ -207,16 +207,13 @@ class Suite:
     def installed(self) -> dict[str, Backend]:
         """The other installed backends that can be used here, by name."""
         found = {}
-        for info in backends():
-            if info.name == self.backend.name:
-                continue
+        for other in loadable_backends(but=[self.backend.name]):
             try:
-                other = load_backend(info.name)
                 usable = other.availability() is None
-            except (PluginError, QomposeError):
+            except QomposeError:
                 continue  # its own suite reports what is wrong with it
             if usable:
-                found[info.name] = other
+                found[other.name] = other
         return found
 
     @cached_property
