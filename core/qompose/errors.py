@@ -17,6 +17,7 @@ __all__ = [
     "AnnotationConflictError",
     "ArtefactError",
     "BackendNotFoundError",
+    "BatchError",
     "CalibrationError",
     "CheckpointError",
     "CompilationError",
@@ -222,8 +223,20 @@ class CheckpointError(UserError):
         super().__init__(message)
 
 
-class StateError(UserError):
-    """A state dict belongs to a model with other constants in its code, such as scales of activations."""
+class StateError(UserError, RuntimeError):
+    """A state dict belongs to a model with other constants in its code, such as scales of activations.
+
+    Copies of a quantized model refuse such state dicts too, but not what torch makes anew of it, such as the
+    module of another `torch.export.export`.
+
+    Attributes:
+        path: the model's path in the module whose `load_state_dict` was called; "" if it is that module.
+        stages: the stage of the model that the state dict is from, and of the one that it was loaded into.
+    """
+
+    def __init__(self, message: str, path: str, stages: tuple[str, str]) -> None:
+        self.path, self.stages = path, stages
+        super().__init__(message)
 
 
 class BatchError(CalibrationError):
@@ -305,13 +318,17 @@ def blaming(who: str, *passing: type[Exception]) -> Iterator[None]:
         raise MemberError(f"{who} raised {told}") from error
 
 
-_HOSTS = (f"{Path(__file__).parent}{os.sep}", f"{os.sep}torch{os.sep}")
+def _is_hosts(file: str) -> bool:
+    """Tell whether code is qompose's or torch's own, or what torch made of a graph."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    folders = [f"{Path(module).parent}{os.sep}" for module in (__file__, torch) if module]
+    return file.startswith(("<eval_with_key>", *folders))
 
 
 def _line_of(error: BaseException) -> str:
     """Return file and line of the last call that belongs to a member, and not to qompose or torch."""
     calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [call for call in calls if not any(host in call[0] for host in _HOSTS)]
+    own = [call for call in calls if not _is_hosts(call[0])]
     file, line = (own or calls or [("", 0)])[-1]
     return f"{'/'.join(Path(file).parts[-2:])}:{line}"
 
@@ -359,13 +376,10 @@ class RequirementWarning(QomposeWarning):
     """A model runs here, but without the kernels that it was made for; the message says why."""
 
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
-
-
 def warn_user(message: str, category: type[QomposeWarning] = QomposeWarning) -> None:
-    """Warn at the line of the user's code that called qompose, however deep in it the warning is made."""
+    """Warn at the line of the user's code that called qompose, or torch's code that called it."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_hosts(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

@@ -35,6 +35,7 @@ from qompose.program.control_flow import nodes_in
 from qompose.program.graph import module_path
 from qompose.program.meta import META_KEY
 from qompose.spec.claim import Claim, Conflict, Point
+from qompose.spec.qparams import CASTS, PER_CHANNEL
 from qompose.spec.quantization_spec import (
     QuantizationSpecBase,
     describe_spec,
@@ -42,7 +43,6 @@ from qompose.spec.quantization_spec import (
     spec_to_dict,
 )
 
-_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 Model = TypeVar("Model")
 
 
@@ -196,7 +196,7 @@ class Plan:
         return tuple(
             self._requantized(output, self.groups[number], sorted(points), owner_of)
             for (output, number), points in sorted(meetings.items())
-            if not {self._dtype(group_of[output]), self._dtype(number)} & _FLOATS
+            if not {self._dtype(group_of[output]), self._dtype(number)} & CASTS
         )
 
     def _dtype(self, group: int) -> object:
@@ -341,70 +341,108 @@ def attach(module: Model, record: Record) -> Model:
     holder: Any = module
     holder.meta = {**getattr(module, "meta", {}), META_KEY: record}
     if isinstance(module, GraphModule):
-        _bind_state(module, quantized=record.stage in ("converted", "reference", "lowered"))
+        _bind_state(module, record)
     return module
 
 
-_ENTRY = "qompose_literals"
+_ENTRY = "qompose_scales"
 _REMEDY = (
     "A state dict has no scales of activations, which are part of the code. Use qompose.save and "
     "qompose.load for the whole model, or load float parameters before prepare_pt2e"
 )
+_OTHER_SCALES = (
+    "Calibration with other data or settings gives other scales, and so do lowering to other kernels "
+    "(another CPU, native code or none) and, by rounding, calibration on another machine. "
+)
+_FUNCTIONS = frozenset({"torch", "operator", "_operator", "math", "builtins"})
+"""Packages of plain functions that programs call on sizes."""
 
 
+@dataclass(frozen=True)
 class _StateBinding:
     """Marks the state dicts of one quantized program, and checks those that are loaded into it.
 
     Scales of activations are literals of the code, which a state dict does not have: with another model's
     integers a program would compute noise. The mark is in torch's metadata of the state dict, which
-    `torch.save` keeps, and adds no key.
+    `torch.save` keeps, and adds no key. It is the same in every process.
 
-    Args:
-        literals: a name of the literals.
+    Copies made by `copy.copy` and `copy.deepcopy` are bound, too. What torch makes anew of the graph, such
+    as the module of another `torch.export.export`, is not.
     """
 
-    def __init__(self, literals: str) -> None:
-        self.literals = literals
+    stage: str
+    literals: str
 
     def mark(self, _module: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
-        """Write the name of the literals; a hook of torch's `state_dict`."""
-        metadata[_ENTRY] = self.literals
+        """Write stage and literals; a hook of torch's `state_dict`."""
+        metadata[_ENTRY] = f"{self.stage} {self.literals}"
 
     def check(
         self, state: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Compare names before anything is loaded; a hook of torch's `load_state_dict`.
+        """Compare marks before anything of the program is loaded; a hook of torch's `load_state_dict`.
+
+        Of a larger module that it is part of, torch has loaded by then what stands before it.
 
         Raises:
             StateError: the state dict is that of a program with other literals.
         """
         if not any(name.startswith(prefix) for name in state):
             return
-        given = metadata.get(_ENTRY)
-        if given is None:
+        path = prefix.removesuffix(".")
+        where = f"load_state_dict{f' of {path}' if path else ''}"
+        stage, _gap, literals = str(metadata.get(_ENTRY, "")).partition(" ")
+        if not literals:
             warn_user(
-                "load_state_dict: the state dict does not say for which scales of activations its "
-                f"integers were made, and this model keeps its own. {_REMEDY}"
+                f"{where}: the state dict does not say for which scales it was made, and this "
+                f"{self.stage} model keeps its own. {_REMEDY}"
             )
-        elif given != self.literals:
+        elif literals != self.literals:
+            others = _OTHER_SCALES if stage == self.stage else ""
+            before = (
+                " What stands before it in the larger module is loaded already." if path else ""
+            )
             raise StateError(
-                f"load_state_dict: the state dict is that of a model with other scales, or of "
-                f"another stage. {_REMEDY}"
+                f"{where}: the state dict is that of a {stage} model with other scales than this "
+                f"{self.stage} model. {others}{_REMEDY}.{before}",
+                path,
+                (stage, self.stage),
             )
 
 
-def _bind_state(module: GraphModule, *, quantized: bool) -> None:
-    """Let state dicts of a program be marked and checked if it is `quantized`, in place; else no more."""
-    tables: tuple[Any, ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
-    for table in tables:
+def _bind_state(module: GraphModule, record: Record) -> None:
+    """Bind state dicts to a program that has scales in its code, in place; unbind those of any other."""
+    hooked: Any = module  # untyped in torch
+    for table in (hooked._state_dict_hooks, hooked._load_state_dict_pre_hooks):
         for key in [k for k, hook in table.items() if _is_ours(hook)]:
             del table[key]
-    literals = _literals_of(module) if quantized else None
-    if literals is not None:
-        binding = _StateBinding(literals)
-        hooked: Any = module  # untyped in torch
+    if record.stage in _QUANTIZED and _has_scales_in_code(record):
+        binding = _StateBinding(record.stage, _literals_of(module))
         hooked._register_state_dict_hook(binding.mark)
         hooked._register_load_state_dict_pre_hook(binding.check)
+        _bind_copies(module)
+
+
+def _bind_copies(module: GraphModule) -> None:
+    """Have copies of a program bound: `copy.deepcopy` takes its hooks along, and `copy.copy` none.
+
+    Each graph module has a class of its own, on which torch puts its code.
+    """
+    own: Any = type(module)
+    own.__copy__ = _bound_copy
+    if _bind_copies not in module._deepcopy_hooks:
+        module._register_deepcopy_hook(_bind_copies)
+
+
+def _bound_copy(module: GraphModule) -> GraphModule:
+    copied = GraphModule.__copy__(module)
+    record = copied.meta.get(META_KEY)
+    if record is not None:
+        _bind_state(copied, record)
+    return copied
+
+
+_QUANTIZED = frozenset({"converted", "reference", "lowered"})
 
 
 def _is_ours(hook: Any) -> bool:
@@ -412,8 +450,22 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(function, "__self__", None), _StateBinding)
 
 
-def _literals_of(module: GraphModule) -> str | None:
-    """Return a name of the numbers in the code that may be scales or zero points, or None without any.
+def _has_scales_in_code(record: Record) -> bool:
+    """Tell whether any tensor has one scale that calibration chose: a state dict has all others.
+
+    Those of channels and blocks are buffers, and dynamic ones are computed when the program runs.
+    """
+    return any(
+        not getattr(group.spec, "is_dynamic", False)
+        and getattr(group.spec, "dtype", None) not in CASTS
+        and getattr(group.spec, "qscheme", None) not in PER_CHANNEL
+        for group in record.plan.groups
+        if not record.dropped.keys() >= {*group.claims}
+    )
+
+
+def _literals_of(module: GraphModule) -> str:
+    """Return a name of the numbers in the code that may be scales or zero points.
 
     Integers of torch's own operators are sizes and axes.
     """
@@ -422,12 +474,21 @@ def _literals_of(module: GraphModule) -> str | None:
         if node.op == "call_function":
             kinds = (float,) if _is_torchs(node.target) else (float, int)
             numbers = [a for a in _flat((node.args, node.kwargs)) if isinstance(a, kinds)]
-            found += [(str(node.target), *map(repr, numbers))] if numbers else []
-    return sha256(repr(found).encode()).hexdigest() if found else None
+            found += [(_name_of(node.target), *map(repr, numbers))] if numbers else []
+    return sha256(repr(found).encode()).hexdigest()
 
 
 def _is_torchs(target: Any) -> bool:
-    return getattr(target, "namespace", "aten") in ("aten", "prims", "higher_order")
+    if (namespace := getattr(target, "namespace", None)) is None:
+        return str(target.__module__).partition(".")[0] in _FUNCTIONS
+    return namespace in ("aten", "prims", "higher_order")
+
+
+def _name_of(target: Any) -> str:
+    """Return an operator's name; texts of plain functions have their addresses, which differ by process."""
+    if hasattr(target, "namespace"):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def _flat(arguments: Any) -> list[Any]:
