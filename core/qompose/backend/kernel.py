@@ -21,6 +21,7 @@ from qompose.program.aten_operators import (
     SCALE_PRESERVING as SCALE_PRESERVING,
     VALUE_PRESERVING as VALUE_PRESERVING,
 )
+from qompose.program.disk import unpacked
 from qompose.program.graph import (
     arguments_of,
     call,
@@ -595,4 +596,4 @@ def _constant(node: Node) -> Tensor:
     constant = constant_of(node)
     if constant is None:
         raise NotLowerable(f"{node.name} is not a parameter")
-    return constant
+    return unpacked(constant)  # type: ignore[no-any-return]

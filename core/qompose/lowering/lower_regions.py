@@ -41,6 +41,7 @@ from qompose.program.aliasing import aliased, written_values
 from qompose.program.call_signature import CallSignature, call_signature
 from qompose.program.control_flow import graphs_in, hoist_constants, nodes_in, sink_constants
 from qompose.program.decompositions import laid_out, order_of, same_layout
+from qompose.program.disk import unpack_constants
 from qompose.program.graph import (
     call,
     copy_graph_module,
@@ -186,6 +187,7 @@ def _replaced(converted: GraphModule, target: str) -> Step:
             node.meta[MADE] = True
     hoist_constants(model)
     model = refresh(model)
+    unpack_constants(model)  # those that no kernel took
     freeze(model)  # integer kernels have no gradients
     state, notes = state_with(model, record.state, taken)
     plan = replace(record.plan, notes=(*record.plan.notes, *notes))

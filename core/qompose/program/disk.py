@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from qompose.errors import CheckpointError, UserError
 from qompose.program.graph import get_attribute, set_attribute
@@ -466,10 +467,9 @@ def kept(name: str, job: Job) -> Made:
     return job() if spool is None else spool.take(name, job)
 
 
-# Integers of few values are fields of few bits in a file, which follow one another in bytes without gaps.
-# torch has no tensors of three bits. How many bits a tensor needs is found from its values, not from a
-# scheme, and what comes back is the same: `value = field + low`. Zero points of groups fit too, which are as
-# many as the scales, eight bytes each, and as a rule all zero.
+# Integers of few values are fields of few bits in a file, which follow one another in bytes without gaps:
+# `value = field + low`. How many bits a tensor needs is found from its values, not from a scheme. Zero points
+# of groups fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
 INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 BITS: Final = range(1, 8)
 _WORTH: Final = 1024
@@ -492,6 +492,8 @@ def field_bytes(count: int, bits: int) -> int:
 
 def stored_size(x: Tensor) -> int:
     """Return the bytes that a tensor takes in a file."""
+    if isinstance(x, PackedIntegers):
+        return x.fields.numel()
     found = fields_of(x)
     return x.numel() * x.element_size() if found is None else field_bytes(x.numel(), found[0])
 
@@ -530,6 +532,17 @@ def _packed(flat: Tensor, low: int, bits: int) -> Tensor:
 
 def unpack_fields(packed: Tensor, count: int, low: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the integers that `pack_fields` was given, shape `(count,)`."""
+    integers = torch.empty(count, dtype=dtype, device=packed.device)
+    for first in range(0, count, _AT_A_TIME):
+        part, start = integers[first : first + _AT_A_TIME], first // 8 * bits
+        fields = _fields(packed[start : start + field_bytes(len(part), bits)], bits)
+        part.copy_(fields[: len(part)]).add_(low)
+    return integers
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    if bits == 4:
+        return torch.stack((packed & 15, packed >> 4), 1).reshape(-1)
     stream = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).view(-1, bits)
     fields = packed.new_empty(len(stream), 8)
     for place in range(8):
@@ -538,4 +551,49 @@ def unpack_fields(packed: Tensor, count: int, low: int, bits: int, dtype: torch.
         if shift + bits > 8:
             field = field | stream[:, byte + 1] << (8 - shift)
         fields[:, place] = field & ((1 << bits) - 1)
-    return fields.reshape(-1)[:count].to(dtype) + low
+    return fields.reshape(-1)
+
+
+class PackedIntegers(Tensor):
+    """Integers as fields, with the shape and type of the integers, for a program on its way to kernels.
+
+    Whatever operator reads it sees the integers, which are unpacked for it alone. Its memory is that of the
+    fields. Programs that leave core have none: see `unpack_constants`.
+    """
+
+    fields: Tensor
+    _range: tuple[int, int]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, fields: Tensor, shape: Sequence[int], low: int, bits: int, dtype: torch.dtype
+    ) -> PackedIntegers:
+        made: PackedIntegers = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        made.fields, made._range = fields, (low, bits)
+        return made
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the fields' memory, by which what is shared is known."""
+        return self.fields.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, named = tree_map(unpacked, (args, kwargs or {}))
+        return func(*args, **named)
+
+
+def unpacked(value: Any) -> Any:
+    """Return the integers of what is packed, new in memory, and anything else as it is."""
+    if not isinstance(value, PackedIntegers):
+        return value
+    return unpack_fields(value.fields, value.numel(), *value._range, value.dtype).view(value.shape)
+
+
+def unpack_constants(module: nn.Module) -> None:
+    """Replace packed buffers by their integers, in place; what is one tensor stays one."""
+    named = [*module.named_buffers(remove_duplicate=False)]
+    made: dict[Tensor, Tensor] = {v: unpacked(v) for _, v in named if isinstance(v, PackedIntegers)}
+    for path, value in named:
+        if value in made:
+            set_attribute(module, path, made[value])

@@ -43,7 +43,7 @@ from qompose.errors import (
 )
 from qompose.files import destination
 from qompose.json_codec import of_type, optional
-from qompose.lowering.lower_regions import attach_records, with_kernels
+from qompose.lowering.lower_regions import attach_records, lower, with_kernels
 from qompose.plan.methods import (
     ONLY,
     check_methods,
@@ -53,6 +53,7 @@ from qompose.plan.methods import (
     states_of,
 )
 from qompose.plan.plan import Plan, Record, attach, objections, record_of, warn
+from qompose.program.disk import unpacked
 from qompose.program.graph import copies_of, copy_graph_module
 from qompose.program.meta import META_KEY
 from qompose.reporting.build_report import count_nodes, report
@@ -230,7 +231,11 @@ class _Stored:
 
 
 def load(
-    path: str | os.PathLike[str], *, allow_mismatch: bool = False, as_converted: bool = False
+    path: str | os.PathLike[str],
+    *,
+    allow_mismatch: bool = False,
+    as_converted: bool = False,
+    target: str | None = None,
 ) -> Any:
     """Return the model that `save` wrote: it runs, and can be reported and lowered.
 
@@ -241,6 +246,8 @@ def load(
         allow_mismatch: load a model that was made for another machine, with a warning. It computes the
             same, but not with the kernels that it was made for.
         as_converted: do not lower a model that was saved lowered; this needs no backend.
+        target: lower for it what was saved converted, as `lower(..., keep_converted=False)` does. Weights of
+            few bits stay as small as in the file until kernels pack them.
 
     Returns:
         a GraphModule, or a dict of several; for a model lowered for another target, what `lower` returns
@@ -248,12 +255,22 @@ def load(
 
     Raises:
         RequirementError: a backend's requirements are not met here; the message has the remedies.
-        UserError: `path` is not a path; or what `lower` raises.
+        UserError: `path` is not a path; `target` is not the one for which the model was lowered, or is
+            given with `as_converted`; or what `lower` raises.
         ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators,
             types or devices that this process does not have.
         OSError: it cannot be read.
     """
-    stored = _stored(_as_path(path, "load"))
+    if target is not None and as_converted:
+        raise UserError(
+            f"load cannot lower for target={target!r} and keep a model as_converted=True"
+        )
+    stored = _stored(_as_path(path, "load"), target, as_converted=as_converted)
+    if target is not None and stored.target not in ("", target):
+        raise UserError(
+            f"{stored.path} was lowered for {stored.target!r}, not for {target!r}. Use "
+            "lower(load(path, as_converted=True), target)."
+        )
     found = _objections(stored, as_converted)
     if found and not allow_mismatch:
         lines = "".join(f"\n  - {line}" for line in found)
@@ -262,6 +279,8 @@ def load(
             "Pass allow_mismatch=True to load it without the kernels it was made for."
         )
     warn(found)
+    if target is not None and not stored.lowered:
+        return lower(stored.of(stored.models), target, keep_converted=False)
     if not stored.lowered or as_converted:
         return stored.of(stored.models)
     try:
@@ -320,7 +339,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     Of a converted model it is the model. Of a lowered one it is something that has its record alone, since
     no kernel is needed to tell of them; several are in a dict.
     """
-    stored = _stored(_as_path(path, "load"))
+    stored = _stored(_as_path(path, "load"), None, as_converted=True)
     recorded = {
         name: SimpleNamespace(meta={META_KEY: record}, counts=stored.counts[name])
         for name, record in stored.lowered.items()
@@ -328,10 +347,11 @@ def read(path: str | os.PathLike[str]) -> Any:
     return stored.of(recorded or stored.models)
 
 
-def _stored(path: Path) -> _Stored:
+def _stored(path: Path, target: str | None, *, as_converted: bool) -> _Stored:
     body, blocks = read_file(path)
     try:
-        return _models(path, body, blocks)
+        later = not as_converted and bool(body["target"] or target)
+        return _models(path, body, unpack_bits(body["packed"], blocks, later=later))
     except (UnknownOperator, UnknownType) as missing:
         made = body["manifest"]
         packages = missing_packages(checked_owners(made))
@@ -349,7 +369,14 @@ def _stored(path: Path) -> _Stored:
 
 def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
     owners = checked_owners(body["manifest"])
-    tensors = dict(unpack(body["tensors"], unpack_bits(body["packed"], blocks)))
+    tensors = dict(unpack(body["tensors"], blocks))
+    plain: dict[int, Tensor] = {}
+    for name, part in body["methods"].items():
+        for place in part["state"]:  # it is written to
+            value = tensors[f"{_prefix(name)}{place}"]
+            if id(value) not in plain:
+                plain[id(value)] = unpacked(value)
+    tensors = {place: plain.get(id(value), value) for place, value in tensors.items()}
     models, lowered, counts = {}, {}, {}
     target, methods = body["target"], body["methods"]
     if set(methods) != {ONLY}:

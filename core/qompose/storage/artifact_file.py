@@ -36,13 +36,15 @@ from qompose.json_codec import DTYPE, named, of_type, plain, sequence
 from qompose.program.disk import (
     BITS,
     INTEGERS,
+    PackedIntegers,
     do_ahead,
     field_bytes,
     fields_of,
     kept,
+    mapped,
     pack_fields,
     stored_size,
-    unpack_fields,
+    unpacked,
 )
 from qompose.program.graph import address_of
 from qompose.storage.json_values import NotStorable
@@ -90,6 +92,8 @@ def _hash(body: Mapping[str, Any]) -> str:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a file's description of a model and its blocks of memory, both as they were written.
 
+    Fields are pages of the file: they are read once more, when they are unpacked.
+
     Raises:
         ArtefactError: it was not written by `write`, is damaged, or of a newer qompose.
         OSError: it cannot be read.
@@ -99,8 +103,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             body = _body(path, file.metadata() or {})
+            fields = {name: block for name, block in mapped(path).items() if name in body["packed"]}
             # Copies, because kernels may sum in another order where memory is not aligned to 64 bytes.
-            blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            blocks = fields | {
+                name: file.get_tensor(name).clone()
+                for name in file.keys()  # noqa: SIM118
+                if name not in fields
+            }
     except (ArtefactError, OSError):
         raise
     except Exception as error:  # forged: unknown types, impossible sizes, no description
@@ -171,6 +180,16 @@ class _View:
             return 0
         sizes = zip(self.shape, self.stride, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+    def is_whole(self, block: Tensor) -> bool:
+        """Tell whether the tensor is a block of packed integers as it stands."""
+        return (
+            isinstance(block, PackedIntegers)
+            and not self.parameter
+            and self.device == "cpu"
+            and self.dtype is block.dtype
+            and (self.shape, self.stride) == (tuple(block.shape), block.stride())
+        )
 
 
 _SIZE = plain("a size", lambda value: type(value) is int and 0 <= value < 2**63)
@@ -279,6 +298,10 @@ def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[t
             made[path] = made[view]
             yield path, made[path]
             continue
+        if view.block is not None and view.is_whole(blocks[view.block]):
+            made[path] = blocks[view.block]
+            yield path, made[path]
+            continue
         if view.block is None:
             if view.reach:
                 raise ValueError(f"{path} has no memory")
@@ -372,16 +395,19 @@ def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(map(stored_size, blocks.values()))
 
 
-def unpack_bits(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the blocks that `pack_bits` was given.
+def unpack_bits(
+    packed: Mapping[str, Any], stored: Mapping[str, Tensor], *, later: bool = False
+) -> dict[str, Tensor]:
+    """Return the blocks that `pack_bits` was given, or those that are unpacked `later`, at each use.
 
     Raises:
         ValueError, TypeError, LookupError: this is nothing that it returned.
     """
-    return {**stored, **{name: _unpacked(stored[name], facts) for name, facts in packed.items()}}
+    blocks = {name: _integers(stored[name], facts) for name, facts in packed.items()}
+    return {**stored, **(blocks if later else {name: unpacked(b) for name, b in blocks.items()})}
 
 
-def _unpacked(block: Tensor, data: Any) -> Tensor:
+def _integers(block: Tensor, data: Any) -> PackedIntegers:
     packing: _Packing = _PACKING.read(data, "packed")
     bits, low, dtype = packing.bits, packing.low, packing.dtype
     bounds = torch.iinfo(dtype)
@@ -390,4 +416,4 @@ def _unpacked(block: Tensor, data: Any) -> Tensor:
     count = torch.Size(packing.shape).numel()
     if (block.dtype, tuple(block.shape)) != (torch.uint8, (field_bytes(count, bits),)):
         raise ValueError(f"{block.dtype} {[*block.shape]} does not fit {count} {bits}-bit values")
-    return unpack_fields(block, count, low, bits, dtype).reshape(packing.shape)
+    return PackedIntegers(block, packing.shape, low, bits, dtype)

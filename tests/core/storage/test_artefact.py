@@ -33,6 +33,7 @@ from qompose.errors import (
     StageError,
 )
 from qompose.plan.plan import attach
+from qompose.program import disk
 from qompose.program.call_signature import call_signature
 from qompose.storage import artifact
 from qompose.storage.artifact import read
@@ -470,6 +471,47 @@ def test_another_machine_refuses_or_is_warned_of_once(path: Path, offered: Offer
         loaded = qompose.load(path, allow_mismatch=True)
     assert len(said) == 1
     assert torch.equal(loaded(X), model(X))
+
+
+def few_bits() -> GraphModule:
+    """The network with integers that a file packs."""
+    model = mlp()
+    for buffer in model.buffers():
+        if buffer.dtype is torch.int8:
+            buffer.clamp_(-8, 7)
+    return model
+
+
+class TestPackedUntilLowered:
+    """Weights of few bits are unpacked one at a time where a file is lowered as it is loaded."""
+
+    @pytest.fixture(autouse=True)
+    def packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(disk, "_WORTH", 1)
+
+    def test_what_is_lowered_is_the_same(self, path: Path, offered: Offered) -> None:
+        model = few_bits()
+        qompose.save(model, path)
+        lowered, loaded = qompose.lower(model), qompose.load(path, target="torch")
+        assert torch.equal(loaded(X), lowered(X))
+        assert graph_text(loaded) == graph_text(lowered)
+        with pytest.raises(StageError):
+            qompose.save(loaded, path)
+
+    def test_nothing_packed_leaves(self, path: Path, offered: Offered) -> None:
+        """The toy's kernels read integers in the graph, as regions without kernels do."""
+        model = few_bits()
+        qompose.save(model, path)
+        loaded = qompose.load(path, target="torch")
+        assert {type(buffer) for buffer in loaded.buffers()} == {Tensor}
+        assert torch.equal(loaded(X), qompose.lower(model)(X))
+
+    def test_one_target(self, path: Path, offered: Offered) -> None:
+        qompose.save(qompose.lower(mlp()), path)
+        assert torch.equal(qompose.load(path, target="torch")(X), qompose.load(path)(X))
+        for options in ({"target": "other"}, {"target": "torch", "as_converted": True}):
+            with pytest.raises(UserError):
+                qompose.load(path, **options)
 
 
 class TestSeveral:

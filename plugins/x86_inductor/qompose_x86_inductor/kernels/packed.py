@@ -45,7 +45,8 @@ def per_token(region: Region) -> Node:
 
 def _call(region: Region, source: Node, rows: Rows) -> Node:
     weight = region.quantized("weight")
-    values, scales, zero_points = weight.tensor, *_by_channel(weight)
+    values = weight.tensor
+    scales, zero_points = _by_channel(weight, len(values))
     bits = 4 if FOUR_BITS[0] <= weight.low and weight.high <= FOUR_BITS[1] else 8
     packed = pack(values, scales, zero_points, bits)
     columns = _columns(values, scales, zero_points) if rows == Rows.AFFINE else None
@@ -67,9 +68,8 @@ def _call(region: Region, source: Node, rows: Rows) -> Node:
     return region.call(_to, region.step(OPERATOR, *arguments), dtype)
 
 
-def _by_channel(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
+def _by_channel(weight: QuantizedTensor, channels: int) -> tuple[Tensor, Tensor]:
     """Return scales and zero points (out, groups)."""
-    channels = weight.tensor.shape[0]
     both = (weight.scales.float(), weight.zero_points)
     scales, zero_points = (v.view(len(v), -1).expand(channels, -1) for v in both)
     return scales.contiguous(), zero_points.expand(scales.shape)

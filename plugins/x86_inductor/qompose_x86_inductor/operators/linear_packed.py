@@ -84,22 +84,35 @@ class PackedLinear(NamedTuple):
 
 def pack(weight: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedLinear:
     """Return int8 (out, in), scales and zero points (out, groups) as the operator reads them."""
-    filled = F.pad(weight, (0, -weight.shape[1] % UNIT, 0, -weight.shape[0] % LANES))
-    panels, units = filled.shape[0] // LANES, filled.shape[1] // UNIT
-    halves = filled.reshape(panels, LANES, units, 2, UNIT // 2)
-    if bits == 4:
-        low, high = (halves + 8).to(torch.uint8).unbind(3)
-        packed = (low | high << 4).transpose(1, 2)
-    else:
-        packed = halves.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
+    units = -(-weight.shape[1] // UNIT)
+    step = LANES * max(1, _AT_A_TIME // (LANES * UNIT * units or 1))
+    size = units * UNIT * bits // 8
+    packed = torch.empty(-(-len(weight) // LANES) * LANES * size, dtype=torch.uint8)
+    for first in range(0, len(weight), step):
+        part = _packed(weight[first : first + step], bits)
+        packed[first * size : first * size + len(part)] = part
     rounded = scales.bfloat16()
     stored = rounded if torch.equal(rounded.float(), scales) else scales
     some = zero_points is not None and bool(zero_points.any())
     return PackedLinear(
-        packed.flatten(),
+        packed,
         _in_panels(stored),
         _in_panels(zero_points.to(torch.int8)) if some and zero_points is not None else None,
     )
+
+
+_AT_A_TIME: Final = 2**20
+"""How many integers are packed at a time, about: temporaries are then small beside a model."""
+
+
+def _packed(rows: Tensor, bits: int) -> Tensor:
+    """Return whole panels of integers, flat uint8; the last rows and inputs may be missing."""
+    filled = F.pad(rows, (0, -rows.shape[1] % UNIT, 0, -len(rows) % LANES))
+    halves = filled.reshape(len(filled) // LANES, LANES, filled.shape[1] // UNIT, 2, UNIT // 2)
+    if bits == 4:
+        low, high = (halves + 8).to(torch.uint8).unbind(3)
+        return (low | high << 4).transpose(1, 2).flatten()
+    return halves.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten()
 
 
 def _in_panels(values: Tensor) -> Tensor:
