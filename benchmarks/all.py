@@ -127,7 +127,7 @@ BENCHMARKS = (
         "decoders",
         "How fast, small and accurate is a decoder with few-bit weights, compared with peers?",
         (*_ON_X86, "transformers"),
-        ("--engines", "float", "--threads", "1", "--seconds", "0.1"),
+        (*_SHORT, "--models", "decode", "--engines", "float"),
     ),
     Benchmark(
         "larger_than_memory",

@@ -2,7 +2,11 @@
 """Speed, size and accuracy of a language model with a cache and few-bit weights, compared with peers.
 
 LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine has
-its own process. OpenVINO and ONNX Runtime get the cache as inputs and outputs.
+its own process, and they run in turn. OpenVINO and ONNX Runtime get the cache as inputs and outputs;
+llama.cpp has one of its own, in float16.
+
+    python benchmarks/decoders.py              # times, in turn
+    python benchmarks/decoders.py --facts      # bytes, memory and SQNR in place of times
 """
 
 from __future__ import annotations
@@ -10,26 +14,28 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
+from comparing import Comparison
+from side_by_side import Call, Row
 from torch import Tensor, nn
 
 PROMPT, STEPS, LONG = 32, 64, 512
+METHODS = {
+    "decode": {"prefill": PROMPT, "decode": 1},
+    "prefill-32": {"prefill": PROMPT},
+    "prefill-512": {"long": LONG},
+}
+"""By what is timed, the methods that an engine makes; the last of them is run, after the others."""
 VOCABULARY = 8000
-PACKAGES = ("qompose", "torch", "transformers", "openvino", "nncf", "onnxruntime")
 Run = Callable[[Tensor, Tensor], Tensor]
 """Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
 
@@ -227,6 +233,17 @@ def _onnxruntime(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], d
     return runs, {"bytes": size}
 
 
+def _llama_cpp(
+    cache: int, lengths: dict[str, int], *, four_bits: bool
+) -> tuple[dict[str, Run], dict[str, Any]]:
+    import llama_cpp_engine  # of packages that are not among those of these benchmarks
+
+    model: Any = float_model(cache)
+    run, found = llama_cpp_engine.made(model.model, max(cache, *lengths.values()), four_bits)
+    return dict.fromkeys(lengths, run), found
+
+
+LLAMA_CPP = "llama.cpp Q4_0"
 ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
     "float": _float(compiled=False),
     "float, compiled": _float(compiled=True),
@@ -238,6 +255,8 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
     "ExecuTorch dynamic 8x4": _executorch,
     "OpenVINO int4": _openvino,
     "ONNX Runtime int4": _onnxruntime,
+    LLAMA_CPP: partial(_llama_cpp, four_bits=True),
+    "llama.cpp float": partial(_llama_cpp, four_bits=False),
 }
 
 
@@ -246,17 +265,6 @@ def generated(runs: dict[str, Run], steps: int) -> Tensor:
     parts = [runs["prefill"](*example(PROMPT))]
     parts += [runs["decode"](*example(1, PROMPT + step)).clone() for step in range(steps)]
     return torch.cat([part.float() for part in parts], 1)
-
-
-def seconds(run: Callable[[], Any], least: float) -> float:
-    """The median of calls, at least three, over so many seconds."""
-    times: list[float] = []
-    run()
-    while len(times) < 3 or sum(times) < least:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def resident() -> int:
@@ -309,153 +317,96 @@ def sqnr(wanted: Tensor, actual: Tensor) -> float:
     return (20 * torch.log10(wanted.norm() / (wanted - actual).norm())).item()
 
 
-def measured(
-    engine: str, threads: int, least: float, *, true: bool, memory: bool, cache: int
-) -> dict[str, Any]:
-    """What one engine does; in place of times `true`: how true it is to float and to its Q/DQ form.
+def _engine(engine: str, model: str, cache: int) -> tuple[dict[str, Run], dict[str, Any]]:
+    return ENGINES[engine](max(cache, *METHODS[model].values()), METHODS[model])
 
-    Or `memory`: what the process holds for it.
-    """
-    warnings.filterwarnings("ignore")
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(threads)
-    runs, found = ENGINES[engine](cache, {"prefill": PROMPT, "decode": 1})
+
+def facts(engine: str, cache: int) -> dict[str, Any]:
+    """What an engine's methods take, and how true they are to float and to their Q/DQ form."""
+    runs, found = _engine(engine, "decode", cache)
     converted, lowered = found.pop("converted", None), found.pop("lowered", None)
-    if true:
-        wanted = generated(
-            _float(compiled=False)(cache, {"prefill": PROMPT, "decode": 1})[0], STEPS
-        )
-        actual = generated(runs, STEPS)
-        found["sqnr"] = sqnr(wanted, actual)
-        if converted is not None:
-            found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
-            found["qdq"] = sqnr(wanted, generated(converted, STEPS))
-        return found
-    if memory:
-        if lowered is not None:
-            found["memory"] = memory_of(engine, lowered)
-        return found
-    del converted, lowered
-    found["decode"] = seconds(partial(runs["decode"], *example(1, PROMPT)), least)
-    found["prefill"] = seconds(partial(runs["prefill"], *example(PROMPT)), least)
-    del runs
-    long, _ = ENGINES[engine](LONG, {"long": LONG})
-    found["long"] = seconds(lambda: long["long"](*example(LONG)), least)
-    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if lowered is not None:
+        found["memory"] = memory_of(engine, lowered)
+    wanted, actual = generated(_engine("float", "decode", cache)[0], STEPS), generated(runs, STEPS)
+    found["sqnr"] = sqnr(wanted, actual)
+    if converted is not None:
+        found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
     return found
 
 
-def in_turn(engines: list[str], rounds: int, cache: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a token and of a prompt by engine, quartiles of rounds in which each has its turn."""
-    warnings.filterwarnings("ignore")
+def work(engine: str, model: str, options: argparse.Namespace) -> tuple[Call, dict[str, Any]]:
+    """Make what an engine runs; of facts there is nothing to run."""
     torch.set_grad_enabled(False)
-    lengths = {"prefill": PROMPT, "decode": 1}
-    runs = {engine: ENGINES[engine](cache, lengths)[0] for engine in engines}
-    for methods in runs.values():
-        generated(methods, 4)
-    times: dict[str, dict[str, list[float]]] = {e: {name: [] for name in lengths} for e in engines}
-    for _ in range(rounds):
-        for engine, methods in runs.items():
-            for name, given in (("prefill", example(PROMPT)), ("decode", example(1, PROMPT))):
-                begun = time.perf_counter()
-                methods[name](*given)
-                times[engine][name].append(time.perf_counter() - begun)
-    return {e: {n: statistics.quantiles(t) for n, t in own.items()} for e, own in times.items()}
+    torch.set_num_threads(options.threads)
+    if options.facts:
+        return int, facts(engine, options.cache)
+    runs, found = _engine(engine, model, options.cache)
+    calls = list(METHODS[model].items())
+    first = 0
+    for name, length in calls[:-1]:
+        runs[name](*example(length, first))
+        first += length
+    name, length = calls[-1]
+    known = {key: value for key, value in found.items() if key not in ("converted", "lowered")}
+    return partial(runs[name], *example(length, first)), known
 
 
-def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Rows in Markdown."""
-    yield (
-        "| engine | bytes, MB | process, MB | decode, tokens/s | of float | prefill of 32, ms | "
-        "prefill of 512, ms | of float | SQNR to float, dB | to Q/DQ, dB |"
-    )
-    yield "|---|" + "---:|" * 9
-    base = rows.get("float", {})
+FLOAT = "float"
+COMPARED = (FLOAT, "OpenVINO int4", "ONNX Runtime int4", LLAMA_CPP)
 
-    def cell(row: dict[str, Any], name: str, factor: float = 1.0, digits: int = 1) -> str:
-        return f"{row[name] * factor:.{digits}f}" if name in row else ""
 
-    def ratio(row: dict[str, Any], name: str) -> str:
-        return f"{base[name] / row[name]:.2f}" if name in row and name in base else ""
+def cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """The times, tokens in a second, and the speed as a multiple of that of some engines."""
+    tokens = [*METHODS[row.model].values()][-1] / row.quantile(5) * 1e3
+    others = row.siblings(rows)
+    found = (others[name].ratio(row) if name in others else None for name in COMPARED)
+    return [*row.times(), f"{tokens:.0f}", *("" if r is None else f"{r:.2f}" for r in found)]
 
-    for engine, row in rows.items():
-        speed = f"{1 / row['decode']:.0f}" if "decode" in row else row.get("error", "")
-        cells = (
-            cell(row, "bytes", 1e-6), cell(row, "memory", 1e-6), speed, ratio(row, "decode"),
-            cell(row, "prefill", 1e3), cell(row, "long", 1e3), ratio(row, "long"),
-            cell(row, "sqnr"), cell(row, "to_qdq"),
-        )  # fmt: skip
-        yield f"| {engine} | " + " | ".join(cells) + " |"
+
+def cells_of_facts(row: Row, rows: Sequence[Row]) -> list[str]:
+    """Megabytes, then decibels."""
+    found = (("bytes", 1e-6), ("memory", 1e-6), ("sqnr", 1.0), ("to_qdq", 1.0))
+    return [f"{row.found[name] * by:.1f}" if name in row.found else "" for name, by in found]
+
+
+COMPARISON = Comparison(
+    models=[*METHODS],
+    engines=[*ENGINES],
+    columns=("ms", "p10", "p90", "tokens/s", *(f"x {name}" for name in COMPARED)),
+    compared=COMPARED,
+    packages=("qompose", "torch", "transformers", "openvino", "nncf", "onnxruntime"),
+    threads=1,
+    work=work,
+    cells=cells,
+)
+OF_FACTS = replace(
+    COMPARISON,
+    columns=("bytes, MB", "process, MB", "SQNR to float, dB", "to Q/DQ, dB"),
+    cells=cells_of_facts,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser = COMPARISON.parser(__doc__ or "")
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=3.0,
-        help="seconds for each measurement (default: %(default)s)",
+        "--facts", action="store_true", help="bytes, memory and SQNR in place of times"
     )
-    parser.add_argument("--true", action="store_true", help="measure SQNR instead of times")
-    parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
     parser.add_argument(
         "--cache",
         type=int,
         default=PROMPT + STEPS,
-        help="tokens that the cache has room for (default: %(default)s)",
+        help="tokens that the cache has room for, at least (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, help="keep figures in this file and add to them")
-    parser.add_argument(
-        "--turns", type=int, help="time the engines in one process, in turn, in so many rounds"
-    )
-    parser.add_argument("--one", choices=list(ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--load", type=Path, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.load:
         print(loaded(given.load, compiled=given.compiled))
-        return
-    if given.turns:
-        torch.set_num_threads(given.threads[0])
-        for engine, found in in_turn(given.engines, given.turns, given.cache).items():
-            each = (f"{n} {', '.join(f'{t * 1e3:.2f}' for t in ts)} ms" for n, ts in found.items())
-            print(f"{engine}: {'; '.join(each)}")
-        return
-    if given.one:
-        print(
-            json.dumps(
-                measured(
-                    given.one,
-                    given.threads[0],
-                    given.seconds,
-                    true=given.true,
-                    memory=given.memory,
-                    cache=given.cache,
-                )
-            )
-        )
-        return
-    kept = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
-    for threads in given.threads:
-        rows = kept.setdefault(str(threads), {})
-        for engine in given.engines:
-            command = [sys.executable, __file__, "--one", engine, "--threads", str(threads)]
-            command += ["--cache", str(given.cache)]
-            command += ["--seconds", str(given.seconds), *(["--true"] if given.true else [])]
-            command += ["--memory"] if given.memory else []
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            last = (done.stdout.strip() or done.stderr.strip() or "{}").splitlines()[-1]
-            found = json.loads(last) if done.returncode == 0 else {"error": last[:100]}
-            rows[engine] = {**rows.get(engine, {}), **found}
-            print(threads, engine, found, file=sys.stderr, flush=True)
-            if given.json:
-                given.json.write_text(json.dumps(kept))
-    print("\n".join(machine.lines(machine.facts(PACKAGES))))
-    for threads, rows in kept.items():
-        print(f"\n{threads} thread{'s' * (threads != '1')}\n")
-        print("\n".join(table({name: rows[name] for name in ENGINES if name in rows})))
+    elif given.facts:
+        given.models, given.rounds = ["decode"], 0
+        OF_FACTS.run(given)
+    else:
+        COMPARISON.run(given)
 
 
 if __name__ == "__main__":
