@@ -247,7 +247,8 @@ def load(
             same, but not with the kernels that it was made for.
         as_converted: do not lower a model that was saved lowered; this needs no backend.
         target: lower for it what was saved converted, as `lower(..., keep_converted=False)` does. Weights of
-            few bits stay as small as in the file until kernels pack them.
+            few bits stay pages of the file until kernels pack them, all before `load` returns: till then
+            nobody may write into the file. It may be replaced or deleted.
 
     Returns:
         a GraphModule, or a dict of several; for a model lowered for another target, what `lower` returns

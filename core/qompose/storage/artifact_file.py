@@ -187,7 +187,7 @@ class _View:
             isinstance(block, PackedIntegers)
             and not self.parameter
             and self.device == "cpu"
-            and self.dtype is block.dtype
+            and (self.dtype, self.offset) == (block.dtype, 0)
             and (self.shape, self.stride) == (tuple(block.shape), block.stride())
         )
 
