@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from comparing import Comparison
 from side_by_side import Call, Row
@@ -111,7 +112,9 @@ def _executorch(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], di
     import qompose
     from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
     from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+    from runtime_engines import take_threads
 
+    take_threads(torch.get_num_threads())
     weights = get_symmetric_quantization_config(
         is_per_channel=True, is_dynamic=True, group_size=32, algorithms=()
     )

@@ -101,14 +101,20 @@ def make(engine: str, subject: Subject, threads: int) -> Program:
     return program
 
 
-def _load(buffer: bytes, threads: int) -> Run:
-    import executorch.kernels.quantized  # noqa: F401
+def take_threads(threads: int) -> None:
+    """Give ExecuTorch's runtime so many threads: it has a pool of its own, for all processors at first."""
     from executorch.extension.pybindings import portable_lib
-    from executorch.runtime import Runtime
 
     portable_lib._unsafe_reset_threadpool(threads)
     if portable_lib._threadpool_get_thread_count() != threads:
         raise RuntimeError(f"the runtime's thread pool did not take {threads} threads")
+
+
+def _load(buffer: bytes, threads: int) -> Run:
+    import executorch.kernels.quantized  # noqa: F401
+    from executorch.runtime import Runtime
+
+    take_threads(threads)
     program = Runtime.get().load_program(buffer)
     program.load_method("forward")
     # Asked for anew, which is a look into a dictionary: a method points into its program without owning it.
