@@ -115,6 +115,10 @@ class TestPerTensor:
         exact, size = per_tensor_exactly(x, weight, scales, bias, (0, 255))
         wanted = exact.relu() if post == ("relu",) else exact
         assert_close(dynamic(x, weight, scales, bias, *WHOLE, *post), wanted, size)
+        narrow = weight.clamp(*exactness.NARROW)  # graphs hold what oneDNN multiplies exactly
+        for added in (bias, None):
+            rest = (x, narrow, scales, added, *WHOLE, *post)
+            assert torch.equal(traced(*rest), dynamic(*rest))
 
     @pytest.mark.parametrize("value", [*NOT_FINITE, 3.4e38])
     @pytest.mark.parametrize("post", POSTS)

@@ -50,9 +50,11 @@ _integers = functools.partial(kit.quantize, dtype=torch.uint8)
 _HIDES_NAN: Final = ("relu", "hardtanh")
 """The post-ops that turn NaN into a number in oneDNN."""
 
-_LARGEST_SCALE: Final = 2.0**96
-"""oneDNN multiplies sums of up to 32 bits by the input's scale first: above this one they can overflow, and
-become NaN, where the result is finite."""
+_ROOM: Final = 2.0**24
+"""oneDNN multiplies sums of up to 31 bits by the input's scale first, which may be 2**121: they can overflow,
+and become NaN, where the result is finite. So the weight's scales take up this factor of the input's, a power
+of two, which rounds nothing."""
+_NEEDS_ROOM: Final = 2.0**96
 
 
 def _check_dtype(operator: str, x: Tensor, dtype: torch.dtype) -> None:
@@ -96,8 +98,8 @@ def _linear(x: Tensor, x_scale: Tensor, x_zp: Tensor, weight: Tensor, *rest: Any
     scale = float(x_scale)
     if math.isnan(scale):
         return x_scale.new_full(_shape(x, weight), math.nan)
-    if scale > _LARGEST_SCALE:
-        scale, w_scale = 1.0, w_scale * scale
+    if scale > _NEEDS_ROOM:
+        scale, w_scale = scale / _ROOM, w_scale * _ROOM
     return _product(x, scale, int(x_zp), weight, w_scale, bias, *Output()[:3], *post)
 
 
@@ -122,10 +124,10 @@ def linear_in_graph(
     hides_nan = out.post_op in _HIDES_NAN
     result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(
         x,
-        x_scale,
+        x_scale / _ROOM,
         x_zp.to(torch.int32),
         calls.prepack_linear(weight),
-        w_scale,
+        w_scale * _ROOM,  # folded where the weight is packed
         zero_points,
         bias,
         *(FLOAT32 if hides_nan else out).fused(),
