@@ -130,6 +130,13 @@ BENCHMARKS = (
         (*_SHORT, "--models", "decode", "--engines", "float"),
     ),
     Benchmark(
+        "experts",
+        "How accurate is each expert of a mixture on its own rows, by form?",
+        ("qompose", "qompose_x86_inductor", "torch", "transformers"),
+        (),
+        figures=False,
+    ),
+    Benchmark(
         "larger_than_memory",
         "How much memory and time does quantizing a checkpoint on disk take, compared with torchao?",
         ("qompose", "torch", "torchao", "transformers"),

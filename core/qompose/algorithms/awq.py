@@ -43,6 +43,7 @@ from qompose.algorithms.products import (
     NotChanged,
     Operands,
     channel_dim,
+    expert_of,
     groups_of,
     moments_asked,
     moments_read,
@@ -157,7 +158,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     (dim,) = dims
     users = tuple(dict.fromkeys(product.node.name for product in products))
     absorbers = find_absorbers(found, source, users, dim)
-    trials = [_Trial.of(found, product) for product in products]
+    trials = _trials(found, products)
     values, gain = _best(trials, absorbers)
     needed = gain_needed(absorbers)
     if not gain >= needed:  # NaN neither
@@ -202,6 +203,25 @@ class _Trial:
         both = [values.flatten(1)[None] for values in (self.weight, off)]
         power, error = self.halves[half].errors(both)
         return error / max(power, NOTHING)
+
+
+def _trials(found: Calibrated, products: Sequence[Operands]) -> list[_Trial]:
+    """Return the products by which factors are judged: not experts to which too few rows were routed.
+
+    Raises:
+        NotChanged: there are none, or others have no data.
+    """
+    trials, refusal = list[_Trial](), NotChanged("nothing reads it")
+    for product in products:
+        try:
+            trials.append(_Trial.of(found, product))
+        except NotChanged as reason:
+            if expert_of(product.node) is None:
+                raise
+            refusal = reason
+    if not trials:
+        raise refusal
+    return trials
 
 
 def _sizes(inputs: InputMoments, channels: int) -> Tensor:

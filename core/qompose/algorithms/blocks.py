@@ -31,6 +31,7 @@ from qompose.algorithms.products import (
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
 from qompose.program.aliasing import written_values
+from qompose.program.decompositions import routed
 from qompose.program.graph import constant_of, copies_of, value_of
 from qompose.program.meta import LEARNED_KEY
 from qompose.program.stepping import last_reads, repeatable, run_call, run_part
@@ -237,7 +238,8 @@ class Block:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what a product reads of each batch: in the float program, and in the quantized one.
 
-        Both have the shape that the product's input has in the program.
+        Both have the shape that the product's input has in the program; of an expert there are the rows that
+        the quantized program routes to it.
 
         Args:
             weights: as for `given`.
@@ -246,7 +248,8 @@ class Block:
         for batch in range(self.batches):
             with self._with(weights):
                 exact, found = (_input(side, batch, product.node.name) for side in sides)
-            yield exact, found
+                own = _own(self._quantized, batch, product.node)
+            yield exact[own], found[own]
 
     def moments(self, product: Operands, weights: Weights | None = None) -> InputMoments:
         """Return second moments of what a product reads in the quantized program, `(2, groups, K, K)`.
@@ -376,6 +379,7 @@ class _Rerun(Inputs):
         for batch, hashes in enumerate(self.hashes):
             with self.block._with(self.weights):
                 values = _input(side, batch, self.product.node.name)
+                values = values[_own(side, batch, self.product.node)]
             for half in halves:
                 yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
 
@@ -432,6 +436,14 @@ def _input(side: PartlyRun, batch: int, product: str) -> Tensor:
     (value,) = side.ahead(batch, side.place[product], [source])
     assert isinstance(value, Tensor)
     return value
+
+
+def _own(side: PartlyRun, batch: int, product: Node) -> Any:
+    """Return the index of the rows that a product is for: `(rows,)` of an expert, `...` for all."""
+    if (route := routed(product)) is None:
+        return ...
+    (own,) = side.ahead(batch, side.place[product.name], [side.node(route.own.name)])
+    return own.flatten()
 
 
 def _in_rows(value: Tensor) -> Tensor:

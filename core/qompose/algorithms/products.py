@@ -26,6 +26,7 @@ from qompose.observers.input_sums import Columns, Window
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
+from qompose.program.decompositions import routed
 from qompose.program.graph import (
     address_of,
     arguments_of,
@@ -475,12 +476,19 @@ def columns_of(product: Operands) -> tuple[Columns, int]:
     dim = channel_dim(node, product.weight)
     if node.target is _LINEAR or transposed:
         width = weight.shape[0 if transposed else 1]
-        return Columns(dim, groups), int(width) // (groups if transposed else 1)
+        return Columns(dim, groups, expert=expert_of(node)), int(width) // (
+            groups if transposed else 1
+        )
     size = tuple(map(int, weight.shape[2:]))
     given = arguments_of(node)
     stride, dilation = (_for_each(given[name], len(size)) for name in ("stride", "dilation"))
     window = Window(size, stride, _padding(given["padding"], size, dilation), dilation)
     return Columns(dim, groups, window), int(weight.shape[1]) * math.prod(size)
+
+
+def expert_of(product: Node) -> int | None:
+    """Return the number of the expert whose rows alone a product is for, None where it is for all rows."""
+    return None if (route := routed(product)) is None else route.expert
 
 
 def _for_each(value: Any, rank: int) -> tuple[int, ...]:

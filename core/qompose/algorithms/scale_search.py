@@ -38,6 +38,7 @@ from qompose.algorithms.products import (
     Operands,
     channel_dim,
     check_own_scales,
+    expert_of,
     factors_read,
     groups_of,
     operands_of,
@@ -126,7 +127,8 @@ def _channels_of(product: Operands) -> tuple[Columns, int]:
     assert weight is not None
     transposed = product.node.target in TRANSPOSED
     channels = weight.shape[0] if transposed else weight.shape[1] * groups_of(product.node)
-    return Columns(channel_dim(product.node, product.weight), correlated=False), int(channels)
+    dim, expert = channel_dim(product.node, product.weight), expert_of(product.node)
+    return Columns(dim, correlated=False, expert=expert), int(channels)
 
 
 @dataclass(frozen=True)

@@ -328,12 +328,19 @@ def statistics(prepared: GraphModule) -> Statistics:
         facts: Facts = observer.facts()
         if facts.values or facts.set_range is not None:
             entries[sites] = copy.deepcopy(facts)  # the observers may go on
-    seen = {place: o.seen() for place, o in _watching(prepared) if bool(o.count.any())}
+    seen = _sums_seen(prepared)
     sums = [(place[0], seen[place]) for place in _in_order(seen)]
     means = tuple((site, s) for site, s in sums if isinstance(s, Means))
     moments = tuple((site, s) for site, s in sums if isinstance(s, Moments))
     fingerprint, learned = record.fingerprint, learned_of(prepared)
     return Statistics(_ordered(entries), fingerprint, 0, tuple(left_out), means, moments, learned)
+
+
+def _sums_seen(prepared: GraphModule) -> dict[_Place, Any]:
+    """Return the sums of what saw data: those of an expert without rows too, where others had some."""
+    watching = [(s, c, c and c.of_all, observer) for (s, c), observer in _watching(prepared)]
+    ran = {(site, whole) for site, _, whole, observer in watching if bool(observer.count.any())}
+    return {(s, c): observer.seen() for s, c, whole, observer in watching if (s, whole) in ran}
 
 
 def _watching(prepared: GraphModule) -> Iterator[tuple[_Place, MeanObserver | MomentObserver]]:

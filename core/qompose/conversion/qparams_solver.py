@@ -34,6 +34,7 @@ from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
+from qompose.observers.input_sums import without_rows
 from qompose.observers.make_observer import (
     check_observer,
     eps_of,
@@ -521,6 +522,7 @@ class QParamsSolver:
         ]
         refused = self._found.refused
         few = [*self._too_few_examples(), *self._mostly_repeated(), *self._without_channels()]
+        few += without_rows(self.model)
         return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _choices(self) -> Iterator[tuple[int, Choice]]:

@@ -17,17 +17,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.errors import StatisticsError
+from qompose.errors import StatisticsError, first_of
+from qompose.observers.min_max import PlaceholderObserver
 from qompose.observers.row_sample import ODD, example_hashes, examples_of, scrambled
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import free_attribute, get_attribute, owner_of, value_of
+from qompose.program.decompositions import Routed, routed
+from qompose.program.graph import (
+    behind_modules,
+    free_attribute,
+    get_attribute,
+    owner_of,
+    value_of,
+)
 from qompose.program.meta import tag, tag_of
 
 _STEPS = 2.0**24
@@ -85,8 +93,9 @@ class SumObserver(nn.Module):
     total: Tensor
     count: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Observe `x` and return it unchanged."""
+    def forward(self, x: Tensor, own: Tensor | None = None) -> Tensor:
+        """Observe `x` and return it unchanged; of rows `own` is for, `(rows, 1)`, those alone."""
+        x = x if own is None else x[own.flatten()]
         if x.numel():
             if self.total.device != x.device:
                 self.to(x.device)
@@ -121,6 +130,7 @@ class MeanObserver(SumObserver):
         self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
 
     def _add(self, x: Tensor) -> None:
+        x = x.float() if x.dtype == torch.bool else x
         inner = [d for d in range(x.dim()) if d != self.dim % x.dim()]
         self.largest = torch.maximum(self.largest, x.abs().amax().double())
         limit = _ROOM / _STEPS / max(1, x.numel())
@@ -183,12 +193,20 @@ class Columns:
             and the columns are the channels.
         correlated: whether products of two columns are kept. Else there are sums of each channel and of its
             squares, and a sketch; equal rows of one example, as padding is, count once.
+        expert: number of the expert whose rows alone are looked at (`qompose.program.decompositions.routed`);
+            None for all rows.
     """
 
     dim: int
     groups: int = 1
     window: Window | None = None
     correlated: bool = True
+    expert: int | None = None
+
+    @property
+    def of_all(self) -> Columns:
+        """The same values of all rows, whichever expert they are for."""
+        return replace(self, expert=None)
 
     def rows(self, width: int) -> int:
         """Return how many numbers are kept of each of so many columns."""
@@ -327,6 +345,8 @@ def examples_in_parts(x: Tensor, hashes: Tensor, columns: Columns, half: int) ->
     Args:
         hashes: of the examples, `(N,)`, which say in which half they are.
     """
+    if not x.numel():
+        return []
     which = (hashes & 1 == 1) == bool(half)
     if len(which) == 1:  # the one example may have no dimension of its own
         return [x] if bool(which) else []
@@ -386,18 +406,72 @@ def watch_means(wanted: Iterable[tuple[Node, int, bool]]) -> None:
 def watch_moments(wanted: Iterable[tuple[Node, Columns, int]]) -> None:
     """Insert observers of second moments, each once, for values, their columns, and how many of them."""
     for value, columns, width in dict.fromkeys(wanted):
-        _insert(value, MomentObserver(columns, width))
+        own = None if columns.expert is None else _experts_of(value)[columns.expert].own
+        _insert(value, MomentObserver(columns, width), own)
 
 
-def _insert(value: Node, observer: nn.Module) -> None:
+def watch_routing(products: Iterable[tuple[Node, bool]]) -> None:
+    """Insert observers of how many rows each expert gets, where data decides anything of its product.
+
+    Args:
+        products: each with whether algorithms are asked for, which may not show in observers.
+    """
+    for product, asked in products:
+        route = routed(product)
+        if route is None or any(tag_of(user, _TAG) is not None for user in route.behind.users):
+            continue
+        if asked or any(map(_decides, behind_modules(product.args[0]).users)):
+            observer = MeanObserver(value_of(route.behind).shape[1], 1)
+            observer.asked = False
+            _insert(route.behind, observer)
+
+
+def _decides(reader: Node) -> bool:
+    """Tell whether a reader is an observer that goes by what it sees."""
+    if reader.op != "call_module":
+        return False
+    observer = get_attribute(owner_of(reader), str(reader.target))
+    return not isinstance(observer, PlaceholderObserver)
+
+
+def without_rows(model: GraphModule) -> Iterator[str]:
+    """Yield a line for each set of experts of which calibration routed nothing to some."""
+    for _, value, observer in input_observers(model):
+        if isinstance(observer, MeanObserver) and int(observer.count):
+            linears = value.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.linear.default
+            )
+            sites = {r.expert: r.site for r in map(routed, linears) if r and r.behind is value}
+            past = [int(observer.count), *(int(n / _STEPS) for n in observer.total)]
+            idle = [str(n) for n in sorted(sites) if past[n] == past[n + 1]]
+            if idle:
+                yield (
+                    f"calibration routed no rows to experts {first_of(idle, 8)} of the {len(sites)} of "
+                    f"{sites[int(idle[0])]}: nothing was learned for their weights, and their ranges are "
+                    "those of all rows. Calibrate with data that reaches them"
+                )
+
+
+def _experts_of(value: Node) -> dict[int, Routed]:
+    """Return the experts whose products read a value, behind observers."""
+    readers = list(value.users)
+    for reader in readers:
+        if reader.op == "call_module":
+            readers.extend(reader.users)
+    return {route.expert: route for route in map(routed, readers) if route is not None}
+
+
+def _insert(value: Node, observer: nn.Module, own: Node | None = None) -> None:
     owner, graph = owner_of(value), value.graph
     name = free_attribute(owner, f"{_PREFIX}0")
     owner.add_module(name, observer)
-    place = value
+    place = value if own is None else own
     while place.next.op == "placeholder":
         place = place.next
     with graph.inserting_after(place):
-        node = graph.create_node("call_module", name, (value,), {}, name)
+        node = graph.create_node(
+            "call_module", name, (value, *([] if own is None else [own])), {}, name
+        )
     node.meta["val"] = value_of(value)
     tag(node, **{_TAG: value.name})
 

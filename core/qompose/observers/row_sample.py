@@ -178,6 +178,8 @@ class RowSample:
 
 def example_hashes(x: Tensor, dim: int) -> Tensor:
     """Return a hash of each example of a tensor whose channels are along `dim`, `(N,)` on the CPU."""
+    if not x.numel():
+        return torch.zeros(len(examples_of(x, dim)), dtype=torch.int64)
     return _hashes(_some_values(examples_of(x, dim)))
 
 

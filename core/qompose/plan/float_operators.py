@@ -27,6 +27,7 @@ from qompose.program.control_flow import (
     nodes_in,
     operands_of,
 )
+from qompose.program.decompositions import known_as
 from qompose.program.disk import stored_size
 from qompose.program.graph import (
     address_of,
@@ -223,7 +224,7 @@ def macs(node: Node) -> int:
 
     A control-flow operator counts what is inside it: every branch, and a loop once for each of its steps.
     """
-    count = _MACS.get(node.target)
+    count = _MACS.get(known_as(node))
     if count is None:
         inside = sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
         return inside * steps_of(node)
@@ -287,6 +288,12 @@ def _product(node: Node, first: int = 0) -> int:
     return math.prod(_shape(node)) * _shape(node.args[first])[-1]
 
 
+def _grouped(node: Node) -> int:
+    """Each row is multiplied by the matrix of its group; or groups of columns by groups of rows."""
+    groups_inside = len(_shape(node.args[0])) == len(_shape(node.args[1])) == 2
+    return _product(node) // (_shape(node)[0] if groups_inside else 1)
+
+
 def _attention(node: Node) -> int:
     *batch, queries, values = _shape(node)
     keys, width = _shape(node.args[1])[-2:]
@@ -317,6 +324,7 @@ _MACS: dict[Any, Callable[[Node], int]] = {
     aten.matmul.default: _product,
     aten.mm.default: _product,
     aten.bmm.default: _product,
+    aten._grouped_mm.default: _grouped,
     aten.addmm.default: partial(_product, first=1),
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(

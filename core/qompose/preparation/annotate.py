@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms import algorithms_of
-from qompose.errors import MemberError, UserError, blaming, locating
-from qompose.plan.float_operators import reasons_of
+from qompose.errors import MemberError, UserError, blaming, first_of, locating
+from qompose.plan.float_operators import macs, reasons_of
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, earlier_regions
 from qompose.plan.plan import Rewrite
 from qompose.program.changes import (
@@ -25,8 +26,9 @@ from qompose.program.changes import (
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
 from qompose.program.rewrites import (
+    ADD_BIAS,
     FOLD_BATCH_NORM,
-    FOR_EVALUATION,
+    REPLACING,
     Candidate,
     apply_rewrites,
 )
@@ -85,7 +87,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
         if before.isdisjoint(candidate.nodes)
     ]
     if trains:
-        found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
+        found = [_in_training(candidate) for candidate in found if candidate.rewrite != ADD_BIAS]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
     tried: list[tuple[Sequence[Candidate], Attempt]] = []
 
@@ -102,9 +104,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     check_contests(composition.conflicts, quantizer.on_conflict)
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
-    composition.notes += [
-        f"{c.rewrite} was not applied to {', '.join(c.nodes)}: {c.obstacle}" for c in refused
-    ]
+    composition.notes += _refusals(refused, composition.chosen if trains else ())
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if before:
@@ -115,6 +115,30 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     rewritten = algorithms_of(composition.chosen).rewrite(working, composition.chosen)
     composition.notes += rewritten.refused
     return Annotated(working, composition, (*made.rewrites, *rewritten.made), members)
+
+
+def _in_training(candidate: Candidate) -> Candidate:
+    """Refuse a rewrite that puts another parameter in the place of one that is trained."""
+    return replace(candidate, obstacle=_TRAINED) if candidate.rewrite in REPLACING else candidate
+
+
+_TRAINED = (
+    "it would replace parameters that are being trained; train the model in float, and quantize it "
+    "with prepare_pt2e"
+)
+
+
+def _refusals(refused: Sequence[Candidate], taken: Iterable[Claim]) -> list[str]:
+    """Return a line for each reason why rewrites were not made, of operators that nobody claims without."""
+    claimed = {name for claim in taken for name in claim.nodes}
+    places: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for candidate in refused:
+        if claimed.isdisjoint(candidate.nodes):
+            places[candidate.rewrite, candidate.obstacle] += candidate.nodes
+    return [
+        f"{rewrite} was not applied to {first_of(list(dict.fromkeys(names)), 8)}: {why}"
+        for (rewrite, why), names in places.items()
+    ]
 
 
 def _attempt(
@@ -173,8 +197,11 @@ def _blocked_by_rewrite(
         for name, reason in said.items():
             if name not in known:
                 found.setdefault(name, reason)
+        products = {node.name for node in nodes_in(attempt.working) if macs(node)}
         for candidate, pieces in zip(candidates, attempt.pieces, strict=True):
-            told = next((said[name] for name in (*candidate.nodes, *pieces) if name in said), None)
+            # What multiplies is what matters of the pieces, not what is computed for it.
+            names = (*candidate.nodes, *sorted(pieces, key=lambda name: name not in products))
+            told = next((said[name] for name in names if name in said), None)
             if told is not None and candidate not in (*made, *refused):
                 found.update(dict.fromkeys(candidate.nodes, told))
     for candidate in refused:

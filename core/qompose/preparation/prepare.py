@@ -28,6 +28,7 @@ from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
+from qompose.observers.input_sums import watch_routing
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
 from qompose.observers.min_max import Observer
 from qompose.plan.float_operators import NOBODY, claims_elsewhere, state_bytes, survey
@@ -322,6 +323,7 @@ def insert_observers(
         inserter.observe_value(nodes[name], wanted)
     if not simulate:
         algorithms_of(claims).insert_observers(claims, nodes)
+        watch_routing((nodes[n], bool(c.algorithms)) for c in claims for n in c.nodes)
 
 
 def _observers(

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from qompose.program.aliasing import unsafe_values
 from qompose.program.graph import arguments_of, call, example_of, value_of
-from qompose.program.meta import hand_over, tag
+from qompose.program.meta import EXPERT_TAG, hand_over, tag, tag_of
 
 aten = torch.ops.aten
 MAX_STEPS = 64
@@ -51,7 +51,12 @@ class Decomposition:
 
 def row_of(name: str, site: Node) -> Decomposition | None:
     """Return the row of the decomposition `name` for a call; None if it has none."""
-    return DECOMPOSITIONS[name].get(_SAME.get(str(site.target), site.target))
+    return DECOMPOSITIONS[name].get(known_as(site))
+
+
+def known_as(site: Node) -> Any:
+    """Return what a call calls; of an operator that computes what one of torch's does, that one."""
+    return _SAME.get(str(site.target), site.target)
 
 
 def obstacle_of(name: str, site: Node) -> str | None:
@@ -375,11 +380,19 @@ def _run(
 def _experts_obstacle(mat2: Node, offs: Node | None, bias: Any = None, **other: Any) -> str | None:
     experts = value_of(mat2).shape[0]
     if offs is None or value_of(mat2).dim() != 3 or value_of(other["self"]).dim() != 2:
-        return "it is no product of rows in groups with a matrix for each group"
+        return (
+            "it is no product of rows in groups with a matrix for each; call it with rows (tokens, inputs), "
+            "matrices (experts, inputs, outputs) and offs="
+        )
     if bias is not None or other.get("out_dtype") is not None:
-        return "it has a bias or another type of result"
-    if isinstance(experts, torch.SymInt) or experts > MAX_EXPERTS:
-        return f"it has more than {MAX_EXPERTS} matrices"
+        return "it has a bias or out_dtype; add the bias, or convert the result, behind it"
+    if isinstance(experts, torch.SymInt):
+        return "the number of its matrices is dynamic; export it with a fixed one"
+    if experts > MAX_EXPERTS:
+        return (
+            f"it has {experts} matrices, and at most {MAX_EXPERTS} are split, since each reads all rows; "
+            "divide them among several calls, each with its rows"
+        )
     return None
 
 
@@ -398,6 +411,7 @@ def _experts(do: Recorder, mat2: Node, offs: Node, **other: Any) -> Node:
         weight = do(aten.transpose.int, do(aten.select.int, mat2, 0, expert), 0, 1)
         product = do(aten.linear.default, rows, weight)
         product._rename(f"{do.site.name}_expert_{expert}")
+        tag(product, **{EXPERT_TAG: expert})
         result = (
             do(aten.where.ScalarOther, own, product, 0.0)
             if result is None
@@ -405,6 +419,43 @@ def _experts(do: Recorder, mat2: Node, offs: Node, **other: Any) -> Node:
         )
     assert result is not None
     return result
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Which rows of its input an expert's product is for, in the pieces of `split_experts`.
+
+    Attributes:
+        expert: its number.
+        own: the mask of its rows, `(rows, 1)`.
+        behind: tells of each row which experts' rows end before it, `(rows, experts)`.
+        site: name of the product of all experts, which is not there any more.
+    """
+
+    expert: int
+    own: Node
+    behind: Node
+    site: str
+
+
+def routed(product: Node) -> Routed | None:
+    """Return what tells which rows a product is for, behind observers; None of one that is for all rows."""
+    expert = tag_of(product, EXPERT_TAG)
+    if expert is None or product.target is not aten.linear.default:
+        return None
+    readers = list(product.users)
+    for reader in readers:
+        if reader.op == "call_module":
+            readers.extend(reader.users)
+    for reader in readers:
+        own = reader.args[0]
+        if reader.target in _CHOOSING and isinstance(own, Node) and own.target is aten.eq.Scalar:
+            (expert_of,) = own.all_input_nodes
+            return Routed(expert, own, expert_of.all_input_nodes[0], str(tag_of(product, "source")))
+    return None
+
+
+_CHOOSING = (aten.where.self, aten.where.ScalarOther)
 
 
 DECOMPOSITIONS: dict[str, dict[Any, Decomposition]] = {

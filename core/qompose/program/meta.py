@@ -135,6 +135,9 @@ PROVENANCE = (
 )
 
 
+EXPERT_TAG = "expert"
+"""Fact that tells which of the experts of a mixture a product is of: its number, from 0 on."""
+
 SOURCE_KEY, HANDLE_KEY = "from_node", "numeric_debug_handle"
 """By which numeric debuggers pair nodes of two programs: torch's own key, and torchao's inside "custom"."""
 

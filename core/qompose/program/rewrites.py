@@ -195,9 +195,8 @@ ADD_BIAS = "add_bias"
 FOLD_WEIGHT = "fold_weight"
 PRODUCT_TO_LINEAR = "product_to_linear"
 SPLIT_EXPERTS = "split_experts"
-_REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR, SPLIT_EXPERTS)
-FOR_EVALUATION = (ADD_BIAS, *_REPLACING)
-"""Those that put other parameters in the place of what is trained."""
+REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR, SPLIT_EXPERTS)
+"""Those that put other parameters in the place of what the model has."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list
     for candidate in candidates:
         _, apply = _REWRITES[candidate.rewrite]
         places = [nodes[name] for name in candidate.nodes]
-        if candidate.rewrite in _REPLACING:
+        if candidate.rewrite in REPLACING:
             replaced += read_by(places[0])
         pieces.append(apply(places[0].graph.owning_module, *places))
     drop(replaced)  # at the end: other rewrites may be of what computes a weight
@@ -372,9 +371,14 @@ def _find_experts(node: Node, program: _Program) -> Iterator[Candidate]:
     if row_of(SPLIT_EXPERTS, node) is not None:
         matrices = node.args[1]
         assert isinstance(matrices, Node)
-        if _is_constant(matrices) or matrices in program.computed:
-            obstacle = obstacle_of(SPLIT_EXPERTS, node) or obstacle_of_weight(matrices)
-            yield Candidate(SPLIT_EXPERTS, (node.name,), obstacle)
+        fixed = _is_constant(matrices) or matrices in program.computed
+        obstacle = obstacle_of_weight(matrices) if fixed else _NO_PARAMETERS
+        yield Candidate(SPLIT_EXPERTS, (node.name,), obstacle_of(SPLIT_EXPERTS, node) or obstacle)
+
+
+_NO_PARAMETERS = (
+    "its matrices depend on the program's inputs; only parameters become weights of linear layers"
+)
 
 
 def split_experts(module: GraphModule, node: Node) -> tuple[str, ...]:

@@ -424,7 +424,8 @@ def test_experts_are_linears_of_their_own_rows(transposed: bool) -> None:
 def test_experts_whose_matrices_are_no_parameters_are_left() -> None:
     model = Model(lambda m, x, w, ends: F.grouped_mm(x, w, offs=ends))
     module = exported(model, (HALF, randn(3, 8, 16).bfloat16(), ENDS))
-    assert obstacles(module, "split_experts") == []
+    (obstacle,) = obstacles(module, "split_experts")
+    assert obstacle is not None and "parameters" in obstacle
 
 
 def test_too_many_experts_are_left() -> None:
