@@ -356,7 +356,7 @@ class _Rounding:
     def as_parameter(self, found: Tensor) -> Tensor:
         """Return values in the shape of the weight in that of the parameter."""
         assert self.reader.weight is not None
-        result = torch.empty(self.reader.weight.shape, device=self.weight.device)
+        result = found.new_empty(self.reader.weight.shape)
         groups, outputs, channels, taps = self.shape
         if self.together:
             found = found.reshape(self.shape)
@@ -459,9 +459,14 @@ def _integers(
 
 
 def _together(columns: int, multiple: int = 1) -> list[slice]:
-    """Return the columns that are rounded together, as few and as equal parts as can be."""
-    parts = -(-columns // MOST_TOGETHER)
-    ends = [columns * part // parts // multiple * multiple for part in range(parts + 1)]
+    """Return the columns that are rounded together, as few and as equal parts as can be.
+
+    Args:
+        multiple: columns that have to be in one part, though they be more than are together otherwise.
+    """
+    units = columns // multiple
+    parts = -(-units // max(1, MOST_TOGETHER // multiple))
+    ends = [units * part // parts * multiple for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
@@ -594,7 +599,7 @@ def _in_order(matrices: Symmetric, order: Tensor) -> Tensor:
     They are stored by columns, as LAPACK has matrices: a factor can take the place of what is factorized.
     """
     groups, width = order.shape
-    result = torch.empty(groups, width, width, device=order.device)
+    result = torch.empty(groups, width, width, dtype=torch.float32, device=order.device)
     places = order.argsort(dim=1)
     for rows, values in matrices.rows():
         for columns, own, to, part in zip(result, order, places, values, strict=True):

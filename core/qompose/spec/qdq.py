@@ -334,7 +334,7 @@ def values_of_integers(integers: Tensor, q: QParams) -> Tensor:
     if integers.numel() <= _CHUNK:
         return _dequantize(integers, q)
     block = _rows_of_block(integers, q)
-    result = torch.empty(integers.shape, device=integers.device)
+    result = torch.empty(integers.shape, dtype=torch.float32, device=integers.device)
     for first, last, rows in in_rows(integers, multiple=block):
         part = _of_rows(q, rows.dim(), first // block, last // block)
         result[first:last] = _dequantize(rows, part)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -27,6 +28,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
 )
 from qompose.observers.auto_range import Reader
+from qompose.spec import qdq
 from qompose.spec.qdq import QParams
 from torch import Tensor, nn
 
@@ -276,6 +278,37 @@ def test_the_error_that_rows_give_is_never_much_larger(
     error, of_nearest = rows.errors(offs)
     assert error < 1.1 * of_nearest
     assert float(found.min()) >= -8 and float(found.max()) <= 7
+
+
+@given(st.integers(1, 60), st.sampled_from([1, 4, 24, 40]))
+def test_groups_are_in_one_part_and_no_part_is_empty(groups: int, size: int) -> None:
+    """Even groups that are wider than a part is otherwise."""
+    with mock.patch.object(gptq, "MOST_TOGETHER", 32):
+        parts = gptq._together(groups * size, size)
+    assert [*itertools.chain(*(range(part.start, part.stop) for part in parts))] == [
+        *range(groups * size)
+    ]
+    widths = [part.stop - part.start for part in parts]
+    assert all(width and not width % size and width <= max(32, size) for width in widths)
+
+
+@pytest.mark.parametrize("word", ["gptq", "gptq_sequential"])
+def test_a_default_type_changes_no_integers(word: str) -> None:
+    """Nor do parts that weights are read and rounded in."""
+    model, found = toys.seeded(nn.Sequential(nn.Linear(48, 16), nn.Linear(16, 48))).eval(), []
+    config, seen = replace(ASKING, algorithms=(word,)), data(0, 256, 48)
+    with mock.patch.object(gptq, "_AT_A_TIME", 100), mock.patch.object(qdq, "_CHUNK", 100):
+        for kind in (torch.float32, torch.float64):
+            prepared = prepare(export(model, seen), toy(*PRODUCTS, config=config))
+            try:
+                torch.set_default_dtype(kind)
+                qompose.calibrate(prepared, [(seen,)], progress=False)
+                found.append(qompose.convert_pt2e(prepared))
+            finally:
+                torch.set_default_dtype(torch.float32)
+    assert all(len(lines(m, word)[0]) == 2 for m in found)
+    first, second = (m.state_dict() for m in found)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @given(st.integers(0, 1000), st.integers(2, 12), st.sampled_from([0.5, 0.9]))
