@@ -19,7 +19,7 @@ from qompose.algorithms.channel_factors import (
     is_per_channel,
 )
 from qompose.observers.auto_range import FEWEST_EXAMPLES
-from qompose.observers.channel_ranges import OUTPUT, Balance, sample_of
+from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance, sample_of
 from qompose.observers.input_sums import Columns, input_observers
 from qompose.observers.make_observer import eps_of, make_observer
 from qompose.observers.row_sample import RowSample
@@ -89,6 +89,7 @@ class Calibrated:
         parameters: by name, parameters with new values, besides those that take up factors.
         made: a line for each change.
         refused: a line for each that was asked for and not made, with the reason.
+        left_out: words of algorithms that nobody asked for and `repeated` kept from being made.
     """
 
     model: GraphModule
@@ -103,6 +104,7 @@ class Calibrated:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
 
     @cached_property
     def sums(self) -> dict[tuple[Node, Columns | None], Any]:
@@ -121,9 +123,15 @@ class Calibrated:
     def repeated(self) -> dict[int, RowSample]:
         """The rows of inputs of products that saw little but the same ones, by group.
 
-        Held-out examples are of the same few rows then, and tell nothing of other data.
+        Held-out examples are of the same few rows then, and tell nothing of other data. That holds for the
+        whole program: behind attention all rows of padding differ a little, and most is lost there.
         """
-        samples = {n: sample_of(o) for n, o in self.observers.items() if self.is_whole(n)}
+        balances = {n: self.plan.groups[n].balance for n in self.observers if self.is_whole(n)}
+        samples = {
+            number: sample_of(self.observers[number])
+            for number, balance in balances.items()
+            if balance is None or balance.side == INPUT
+        }
         return {
             number: sample
             for number, sample in samples.items()

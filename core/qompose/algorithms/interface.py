@@ -98,9 +98,18 @@ class Algorithm:
             for choice in claim.algorithms
         )
 
-    def is_wanted(self, claim: Claim) -> bool:
-        """Tell whether a claim asks for it, or leaves it to the engine."""
-        return self.word in claim.unasked or self.is_asked(claim)
+    def is_wanted(self, claim: Claim, found: Calibrated | None = None) -> bool:
+        """Tell whether a claim asks for it, or leaves it to the engine.
+
+        Of a calibrated program that mostly saw the same rows (`Calibrated.repeated`), what is left to the
+        engine is not wanted, and noted as left out.
+        """
+        if self.is_asked(claim) or self.word not in claim.unasked:
+            return self.is_asked(claim)
+        if found is None or not found.repeated:
+            return True
+        found.left_out.add(self.word)
+        return False
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         """Change the parameters of a program, in place, once it is known who claims what."""

@@ -120,16 +120,14 @@ def change_products(
 ) -> None:
     """Let an algorithm change each product that it is wanted for, and note what it did, or why not.
 
-    Where nobody asked by word, only missing statistics are worth a line, and nothing is changed by data that
-    is little but the same rows (`Calibrated.repeated`).
+    Where nobody asked by word, only missing statistics are worth a line.
 
     Args:
         change: changes one product and says what that does, or raises `NotChanged`.
     """
     unknown, word = list[str](), algorithm.word
     for number, claim in enumerate(found.plan.claims):
-        wanted = algorithm.is_asked if found.repeated else algorithm.is_wanted
-        if not wanted(claim):
+        if not algorithm.is_wanted(claim, found):
             continue
         where = product_node(claim, found.nodes) or found.nodes[claim.anchor]
         with noted(found, algorithm, where) as effect:

@@ -98,7 +98,7 @@ class Smoothing(Algorithm):
         group = found.plan.groups[number]
         strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
         what = f"{_where(group, found.nodes)}{strength}"
-        if balance.unasked and found.repeated:
+        if not all(self.is_wanted(found.plan.claims[claim], found) for claim in group.claims):
             return
         try:
             factors = _factors(found, number, balance)

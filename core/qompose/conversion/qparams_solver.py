@@ -565,19 +565,21 @@ class QParamsSolver:
             )
 
     def _mostly_repeated(self) -> Iterator[str]:
-        """Name the inputs of products that saw little but the same rows."""
+        """Name the inputs whose repeated rows left algorithms out, and how to have them all the same."""
+        if not (words := sorted(self._found.left_out)):
+            return
         found = [
             f"{self.plan.groups[number].points[0]} ({sample.different} of {sample.seen} rows for "
             f"{sample.rows.shape[1]} channels)"
             for number, sample in self._found.repeated.items()
         ]
-        if found:
-            yield (
-                "most of what calibration saw was repeated, such as padding or a background. Few "
-                f"rows differ in {first_of(found, _NAMED)}. Algorithms that were not asked "
-                "for by word were not applied, because what they gain on such data may not hold "
-                "for other data. Calibrate with data like that in use"
-            )
+        asking = ", ".join(f'"{word}"' for word in words)
+        yield (
+            "most of what calibration saw was repeated, such as padding. Few rows differ in "
+            f"{first_of(found, _NAMED)}. What the default algorithms gain on such data may not hold "
+            f"for other data, so they were not applied: {', '.join(words)}. Calibrate with fewer "
+            f"repeated rows, or apply them by algorithms=({asking},)"
+        )
 
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""

@@ -58,6 +58,11 @@ class Reader:
     groups: int = 1
     transposed: bool = False
 
+    @property
+    def reads_rows(self) -> bool:
+        """Tell whether it is a product that reads each row by itself, not a window of several."""
+        return self.weight is not None and self.weight.shape[2:].numel() == 1
+
     def squared_sizes(self, rows: Tensor) -> Tensor:
         """Return the squared size of what it makes of each row, `(N,)`."""
         return self.measure(rows.device)(rows)

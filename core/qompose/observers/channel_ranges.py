@@ -176,11 +176,14 @@ def screen_of(observer: nn.Module) -> Screen | None:
 
 
 def sample_of(observer: Any) -> RowSample | None:
-    """Return rows that the observer of a product's input keeps, None where it keeps none."""
+    """Return rows that the observer of a product's input keeps, None where it keeps none.
+
+    Nor where only windows of several rows are read: an image of few colors has many different windows.
+    """
     inner = base_observer(observer)
     if not isinstance(inner, AutoRangeObserver):
         return observer.sample if isinstance(observer, PerChannelRangeObserver) else None
-    return inner.sample if any(reader.weight is not None for reader in inner.readers) else None
+    return inner.sample if any(reader.reads_rows for reader in inner.readers) else None
 
 
 INPUT, OUTPUT = "input", "output"

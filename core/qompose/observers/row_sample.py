@@ -33,11 +33,14 @@ _HASHED = 256
 ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
 _SMALLEST = 2.0**-126
 _STRATUM, _ROW, _EXAMPLE = range(3)
-_REPEATED, _FOR_EACH = 10, 4
-"""Rows are repeated where each stands for ten, and there are under four different ones for each channel.
+_REPEATED, _FOR_EACH, _SPREAD = 10, 4, 0.45
+"""Rows are repeated where each stands for ten, there are under four different ones for each channel, and they
+spread over under so much of the dimensions that they could.
 
 With four rows a channel the smallest eigenvalues of second moments are off by a factor of four (Marchenko and
 Pastur). Rows that are few and differ are not odd: there is not much data, and held-out data tells of that.
+Nor is a vocabulary that is read without positions: texts of characters spread over 0.59 of them,
+of words over 0.74, one-hot codons over 0.98; padded texts over 0.03 to 0.34.
 """
 
 
@@ -102,9 +105,19 @@ class RowSample:
 
     @property
     def repeated(self) -> bool:
-        """Tell whether there are little but the same rows over and over, as of padding and backgrounds."""
-        different = self.different
-        return different < min(self.seen / _REPEATED, self.rows.shape[1] * _FOR_EACH)
+        """Tell whether there are little but the same rows over and over, as of padding."""
+        different, channels = self.different, self.rows.shape[1]
+        few = different < min(self.seen / _REPEATED, channels * _FOR_EACH)
+        return few and self.dimensions < _SPREAD * min(different, channels)
+
+    @property
+    def dimensions(self) -> float:
+        """Return over how many dimensions rows spread: the participation ratio of their covariance."""
+        rows = self.rows.double()
+        weights = (self.weights / self.weights.sum()).to(rows.device)[:, None]
+        around = (rows - (weights * rows).sum(0)) * weights.sqrt()
+        covariance = around.T @ around
+        return float(covariance.trace().square() / covariance.square().sum().clamp(min=1e-300))
 
     @property
     def weights(self) -> Tensor:

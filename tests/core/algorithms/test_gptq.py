@@ -112,11 +112,31 @@ def test_without_a_word_nothing_is_learned_of_the_same_rows_over_and_over() -> N
     model = toys.seeded(nn.Linear(48, 16)).eval()
     asked, by_itself = (run(model, config, seen) for config in (ASKING, ITSELF))
     assert [len(said(m)[0]) for m in (asked, by_itself)] == [1, 0]
-    named = [n for n in qompose.report(by_itself).notes if "80 of 4352 rows for 48 channels" in n]
-    assert len(named) == 1
+    without = run(model, replace(ITSELF, algorithms=()), seen)
+    named = [
+        [n for n in qompose.report(m).notes if "80 of 4352 rows for 48 channels" in n]
+        for m in (asked, by_itself, without)
+    ]
+    assert [*map(len, named)] == [0, 1, 0]
+    assert 'algorithms=("bias_correction", "gptq",' in named[1][0]
     assert not lines(by_itself, "bias_correction")[0]
     usual = run(model, ITSELF, data(2, 256 * 17, 48).view(256, 17, 48))
     assert len(said(usual)[0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["words without places", "windows of few colors"])
+def test_without_a_word_it_is_learned_of_what_repeats_by_nature(kind: str) -> None:
+    """A vocabulary of which every word was seen, and images of two colors each: their windows differ."""
+    drawn = torch.Generator().manual_seed(0)
+    model: nn.Module = nn.Linear(48, 16)
+    seen = torch.randn(80, 48, generator=drawn)[torch.randint(80, (256, 17), generator=drawn)]
+    if kind != "words without places":
+        model = nn.Conv2d(24, 16, 3)
+        background, own = data(0, 1, 24, 1, 1), data(1, 64, 24, 1, 1)
+        seen = torch.where(torch.rand(64, 1, 9, 9, generator=drawn) < 0.5, own, background)
+    converted = run(toys.seeded(model).eval(), ITSELF, seen + 1)
+    assert said(converted)[0] or lines(converted, "bias_correction")[0]
+    assert not any("repeated" in note for note in qompose.report(converted).notes)
 
 
 def test_without_a_word_it_is_made_where_it_helps() -> None:

@@ -179,13 +179,23 @@ def test_how_many_rows_differ_is_estimated_of_more_than_are_kept(channels: int) 
 
 
 @pytest.mark.parametrize(
-    ("different", "times", "repeated"), [(100, 20, True), (100, 5, False), (300, 20, False)]
+    ("different", "times", "spread", "repeated"),
+    [(100, 20, 12, True), (100, 5, 12, False), (300, 20, 12, False), (100, 20, 48, False)],
 )
 def test_rows_are_repeated_where_few_differ_of_many(
-    different: int, times: int, repeated: bool
+    different: int, times: int, spread: int, repeated: bool
 ) -> None:
-    """Of 48 channels: 192 different rows are enough, and so is one row in ten."""
-    rows = randn(different, 48, seed=0).repeat(times, 1)
+    """Of 48 channels: 192 different rows are enough, or one row in ten, or rows in all directions."""
+    rows = randn(different, spread, seed=0) @ randn(spread, 48, seed=1)
+    rows = rows if spread < 48 else randn(different, 48, seed=0)
+    rows = rows.repeat(times, 1)
     sample = of(2, rows[torch.randperm(len(rows))].view(-1, 20, 48))
     assert (sample.different, sample.seen) == (different, different * times)
     assert sample.repeated is repeated
+
+
+@pytest.mark.parametrize("directions", [1, 7, 48])
+def test_dimensions_are_those_that_rows_spread_over(directions: int) -> None:
+    """Evenly: of the corners of a cross that is not around zero; one is far from it."""
+    corners = torch.cat([torch.eye(48)[:directions], -torch.eye(48)[:directions]]) + 3
+    assert of(1, corners).dimensions == pytest.approx(directions, rel=0.01)
