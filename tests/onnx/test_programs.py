@@ -18,7 +18,7 @@ from qompose.backend import CallInterface
 from qompose.errors import TargetError
 from qompose_onnx import ONNXProgram
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
-from torch import nn
+from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
 
 from tests.onnx.models import Images, Texts, images, sqnr, texts
@@ -414,6 +414,30 @@ def test_an_operator_that_cannot_be_exported_is_named(odd: type[nn.Module], plac
         qompose.quantize(
             Network(), (x,), backends=["onnx"], calibration=[(x,)], target="onnx", progress=False
         )
+
+
+def test_tables_of_narrow_types_stay_narrow_in_the_file() -> None:
+    """Casts that make numbers wider run when a runtime loads the file."""
+
+    class Tables(nn.Module):
+        bytes: Tensor
+        halves: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 1)
+            self.register_buffer("bytes", torch.arange(16_000).view(16, 1000).to(torch.uint8))
+            self.register_buffer("halves", torch.randn(16, 1000).half())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.atan2(self.linear(x), self.bytes.float()) + self.halves.T.float().T
+
+    x = torch.randn(16, 16)
+    result = qompose.quantize(
+        Tables(), (x,), backends=["onnx"], calibration=[x], target="onnxruntime", progress=False
+    )
+    assert result.model.nbytes < 16_000 * (1 + 2) + 2_000
+    torch.testing.assert_close(result.model(x), result.converted(x))
 
 
 def test_a_mean_over_an_image_may_be_a_result() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,13 +79,26 @@ def test_rows_of_packed_bytes_are_taken_apart_alike(runtime: str, bits: int) -> 
         torch.testing.assert_close(result.model(ids), result.converted(ids), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("by_its_name", [torch.fft.fftshift, torch.fft.ifftshift])
+def test_what_shifts_no_bits_is_not_refused(by_its_name: Callable[[Tensor], Tensor]) -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            return by_its_name(self.linear(x))
+
+    assert isinstance(lowered(Moved(), torch.arange(24.0).view(3, 8), "onnx"), ONNXProgram)
+
+
 def test_a_shift_by_a_tensor_is_refused_by_name() -> None:
     class ByTensor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return self.linear((x >> (x & 3)).float())
 
     with pytest.raises(ONNXTargetError, match=r"rshift|right_shift"):

@@ -36,6 +36,10 @@ FOLDED: Final = 8192
 SIXTEEN: Final = (torch.uint16, torch.int16)
 OWN: Final = ("quantized_decomposed", "qompose")
 """The namespaces of operators that torch's exporter knows by `TRANSLATIONS` alone."""
+BIT_SHIFTS: Final = (
+    *("__lshift__", "__ilshift__", "bitwise_left_shift", "bitwise_left_shift_"),
+    *("__rshift__", "__irshift__", "bitwise_right_shift", "bitwise_right_shift_"),
+)
 REMEDY: Final = "Rewrite that part of the model with operators that ONNX supports"
 
 
@@ -75,8 +79,16 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
 
 
 def _is_of_layout(node: ir.Node) -> bool | None:
-    """Tell what constants go through whatever their size: zero points have 64 bits in torch, for example."""
-    return node.op_type in ("Cast", "Transpose") or None
+    """Tell what constants go through whatever their size: zero points have 64 bits in torch, for example.
+
+    A cast of many numbers to a wider type is left in the file, which it would make larger.
+    """
+    if node.op_type != "Cast":
+        return node.op_type == "Transpose" or None
+    given = node.inputs[0]
+    assert given is not None and given.const_value is not None  # folding asks of constants alone
+    wanted = ir.DataType(node.attributes["to"].as_int())
+    return wanted.bitwidth <= given.const_value.dtype.bitwidth or None
 
 
 def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
@@ -139,7 +151,7 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
-        if "shift" in _bare(_named(node)) and target not in SHIFTS:
+        if _bare(str(target)) in BIT_SHIFTS and target not in SHIFTS:
             raise ONNXTargetError(
                 f"{_place(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
                 "Python int (not in place), or multiply or divide by a power of two"
