@@ -50,10 +50,13 @@ def _looking_once(collect: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
 
 _look_up_once = cache(lambda names, look_up=torch._export.utils._materialize_cpp_cia_ops: look_up())
 torch._export.utils._materialize_cpp_cia_ops = lambda: None
-for user in (torch.export.exported_program, torch.export.decomp_utils):
-    user._collect_all_valid_cia_ops = _looking_once(  # type: ignore[attr-defined]
-        user._collect_all_valid_cia_ops
-    )
+for user, collector in (
+    (torch.export.exported_program, "_collect_all_valid_cia_ops"),
+    (torch.export.decomp_utils, "_collect_all_valid_cia_ops"),
+    # torch keeps what this one finds at first: without the operators, for all decompositions of a process
+    (torch.export.decomp_utils, "_collect_all_valid_cia_ops_for_aten_namespace"),
+):
+    setattr(user, collector, _looking_once(getattr(user, collector)))
 
 ON_THE_RUNTIME = (
     "tests/xnnpack/",
