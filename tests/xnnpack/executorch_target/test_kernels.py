@@ -43,6 +43,19 @@ def test_a_linear_of_weights_alone(dynamic: tuple[int, ...], options: dict[str, 
     assert row.state == "float kernel on integers"
 
 
+@pytest.mark.parametrize(("times", "portable"), [(1, 1), (2, 0), (3, 0)])
+def test_a_concatenation_of_a_tensor_with_itself_is_delegated(times: int, portable: int) -> None:
+    """One of a single tensor is not, as XNNPACK has none."""
+    model = Model(lambda m, x: torch.cat([m.linear(x)] * times, -1), linear=nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    quantized = converted(model, x, quantizer=xnnpack(), sizes=({0: Dim("rows", max=9)},))
+    lowered = qompose.lower(quantized, target="executorch")
+    assert len(lowered.delegation.portable) == portable
+    assert {row.state for row in qompose.report(lowered).rows} == {"int8 kernel"}
+    y = torch.randn(5, 8)
+    torch.testing.assert_close(lowered.run(y), quantized(y), rtol=0, atol=1e-6)
+
+
 def split(m: Any, x: Tensor, y: Tensor) -> list[Tensor]:
     y = m.first(y)
     return [m.last(m.first(x).reshape(-1, 4, 2, 4)), m.last(y.reshape(*y.shape[:2], 2, 4))]

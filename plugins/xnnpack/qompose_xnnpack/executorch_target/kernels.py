@@ -90,9 +90,21 @@ def view(region: Region) -> None:
 
 
 def cat(region: Region) -> None:
-    """Leave a concatenation of different tensors as it is. Raises `NotLowerable` if there is only one."""
-    if len(set(region.inputs("tensors"))) < 2:
-        raise NotLowerable("XNNPACK only concatenates two or more different tensors")
+    """Leave a concatenation as it is; of a tensor with itself, let the second reading be a view.
+
+    XNNPACK's partitioner takes no concatenation that has only one input (executorch 1.5.1).
+
+    Raises:
+        NotLowerable: there is only one, or several sizes of that tensor are known only at run time.
+    """
+    node, tensors = region.node("output"), region.inputs("tensors")
+    if len(tensors) < 2:
+        raise NotLowerable("XNNPACK only concatenates two or more tensors")
+    if len(set(tensors)) < 2:
+        tensor = tensors[0]
+        viewed = region.step(aten.view.default, tensor, _unknown_as_rest(tensor))
+        again = _dequantized(region, _quantized(region, viewed))
+        node.update_arg(0, [tensor, *[again] * (len(tensors) - 1)])
 
 
 def slice_of_known_size(region: Region) -> None:
