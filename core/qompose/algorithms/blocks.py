@@ -383,9 +383,6 @@ class _Rerun(Inputs):
             for half in halves:
                 yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
 
-    def moments(self, columns: slice) -> Tensor:
-        return self.symmetric(columns).whole()
-
     def symmetric(self, columns: slice) -> Symmetric:
         groups, width = columns_of(self.product)[0].groups, len(range(self.channels)[columns])
         stripes = {

@@ -255,11 +255,11 @@ class Inputs:
 
     def moments(self, columns: slice) -> Tensor:
         """Return second moments of some columns of each group, `(groups, c, c)`, in a tensor of their own."""
-        raise NotImplementedError
+        return self.symmetric(columns).whole()
 
     def symmetric(self, columns: slice) -> Symmetric:
         """Return second moments of some columns of each group, in as little memory as they take."""
-        return Symmetric.of(self.moments(columns))
+        raise NotImplementedError
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         """Return the squared errors of products whose weights are off by `(groups, outputs, K)` each."""
@@ -309,12 +309,11 @@ class InputRows(Inputs):
         """Return rows that a mean is taken from, `(groups, 1, C / groups)`."""
         return replace(self, rows=self.rows - mean)
 
-    def moments(self, channels: slice) -> Tensor:
-        """Return the second moments of some channels of each group, `(groups, c, c)`."""
-        rows = self.rows[..., channels]
+    def symmetric(self, columns: slice) -> Symmetric:
+        rows = self.rows[..., columns]
         found = (rows * self.weights[:, None]).transpose(1, 2) @ rows
         found.diagonal(dim1=1, dim2=2).add_(self.noise * float(self.weights.sum()))
-        return found
+        return Symmetric.of(found)
 
     def error(self, difference: Tensor) -> float:
         """Return the squared error of a product whose weight is off by `(groups, outputs, C / groups)`."""
