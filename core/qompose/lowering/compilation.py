@@ -50,6 +50,7 @@ from qompose.program.graph import (
     address_of,
     copies_of,
     copy_graph_module,
+    freeze,
     get_attribute,
     pytree_info,
     refresh,
@@ -382,8 +383,8 @@ def _for_compilers(
 ) -> GraphModule:
     """Return a copy whose operators compilers know, as far as their backends can rewrite them.
 
-    It is a copy because backends edit it. Buffers that the program writes to are those of `state`; all else
-    is shared with `lowered`.
+    It is a copy because backends edit it. Buffers that the program writes to are those of `state`; all other
+    memory is shared with `lowered`, which may be converted to another type: its parameters then are others.
     """
     graph = copy_graph_module(lowered)
     for owner, backend in backends.items():
@@ -395,6 +396,7 @@ def _for_compilers(
             )
     for path in sorted(written_buffers(graph.graph)):
         set_attribute(graph, path, state[path])
+    freeze(graph)  # its parameters are then objects of its own
     return refresh(graph)
 
 
@@ -404,8 +406,11 @@ def _compiled(
     """Compile a graph with torch.compile, for all sizes that the program allows."""
     signature = call_signature(lowered)
     # With wrappers in C++ torch makes no CUDA graphs, and would say so for each program that asks for them.
-    tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") else mode
-    run = torch.compile(graph, mode=None if mode == "default" else tuned)
+    tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") and mode != "default" else mode
+    # The graph and its parameters are nobody else's: to look at each on every call, a decoder's hundreds,
+    # would take a sixth of the time of a token.
+    guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    run = torch.compile(graph, options={**torch._inductor.list_mode_options(tuned), **guards})
     # Made once: making one takes longer than a call of a small model.
     patched = torch._inductor.config.patch(dict(settings))
 

@@ -84,6 +84,16 @@ def test_state_begins_where_the_lowered_model_is_and_is_apart_from_it() -> None:
     assert [float(model(X)[1]) for _ in range(2)] == [2.0, 3.0]
 
 
+def test_converting_the_lowered_model_leaves_the_compiled_one() -> None:
+    model = lowered(nn.Linear(3, 64))  # so many that they are no literals in the code
+    expected = model(X)
+    compiled = qompose.compile_lowered(model)
+    model.double()
+    assert model.bias.dtype is torch.float64
+    torch.testing.assert_close(compiled(X), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_program_that_cannot_run_on_zeros_is_compiled_on_the_first_call() -> None:
     picky = Model(lambda m, x: torch.linalg.cholesky(m.linear(x) * 0 + x), linear=nn.Linear(3, 3))
     compiled = qompose.compile_lowered(lowered(picky, torch.eye(3)))

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "inlining.h"
+
 #if defined(QOMPOSE_AVX512_VNNI) || defined(QOMPOSE_AVX512)
 #define QOMPOSE_WIDE 1
 #if !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
@@ -26,8 +28,6 @@
     (defined(QOMPOSE_AVX_VNNI) && !defined(__AVXVNNI__))
 #error "weights of eight bits are packed for VNNI, for which this is not compiled"
 #endif
-
-#define QOMPOSE_INLINE __attribute__((always_inline)) inline
 
 namespace qompose_x86 {
 
