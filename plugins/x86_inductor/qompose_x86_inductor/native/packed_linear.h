@@ -467,6 +467,9 @@ void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
     for (int j = 0; j < PANELS; ++j) total[r][j] = all(0);
   }
   for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
+  // A row alone waits for memory: panels are as long as a page or two, which the processor's own fetching
+  // ends with. Behind the last panel this reads nothing.
+  const int64_t next = PANELS * p.depth / UNIT * p.unit_bytes();
   for (int64_t g = 0; g < p.groups(); ++g) {
     typename Of::Sum sums[ROWS][PANELS];
 #pragma GCC unroll 16
@@ -477,7 +480,10 @@ void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
 #pragma GCC unroll 16
       for (int j = 0; j < PANELS; ++j) {
         Ints lanes[BITS / 4];
-        for (int i = 0; i < BITS / 4; ++i) lanes[i] = load_lanes(weight[j] + 64 * i);
+        for (int i = 0; i < BITS / 4; ++i) {
+          lanes[i] = load_lanes(weight[j] + 64 * i);
+          if constexpr (ROWS == 1) __builtin_prefetch(weight[j] + next + 64 * i);
+        }
         weight[j] += LANES * BITS;
         Of::add(lanes, x, k, j, sums);
       }
