@@ -22,12 +22,12 @@ from qompose.files import draft_of
 from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
 from qompose.observers.histogram import CHANNEL_BINS, ChannelHistograms, Histogram
 from qompose.observers.input_sums import Means, Moments
-from qompose.observers.row_sample import RowSample
+from qompose.observers.row_sample import FrequentRows, RowSample
 from qompose.observers.tensor_statistics import Channels, Facts
 from qompose.observers.value_screening import Screen
 from qompose.plan.operator_ids import Site
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _KEY = "qompose_statistics"
 _FARTHEST = 200
 """The exponent of a bin's width is between -112 and 118 in float32."""
@@ -161,7 +161,9 @@ def _types(put: Put, get: Get) -> dict[Any, Codec]:
         {"masked": INTEGER, "values": INTEGER, "bulk": FLOAT, "far": FLOAT}, vars, _screen
     )
     types[RowSample] = _object(
-        dict.fromkeys(("strata", "counts", "rows", "order"), tensor), _parts_of_sample, _sample
+        dict.fromkeys(("strata", "counts", "rows", "order", "frequent", "times"), tensor),
+        _parts_of_sample,
+        _sample,
     )
     types[Histogram] = _object(
         {"exponent": INTEGER, "bins": tensor, "counts": tensor}, _bins_of, _histogram
@@ -348,10 +350,13 @@ def _parts_of_sample(kept: RowSample) -> dict[str, Tensor]:
     counts = kept.counts
     numbers = {"strata": [*counts], "counts": [*counts.values()]}
     parts = {name: torch.tensor(v, dtype=torch.int64) for name, v in numbers.items()}
-    return {**parts, "rows": kept.rows, "order": kept.order}
+    often = {"frequent": kept.frequent.rows, "times": kept.frequent.numbers}
+    return {**parts, **often, "rows": kept.rows, "order": kept.order}
 
 
-def _sample(strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor) -> RowSample:
+def _sample(
+    strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor, frequent: Tensor, times: Tensor
+) -> RowSample:
     if not (rows.numel() or order.numel() or strata.numel()):  # as text they have no shape
         return RowSample()
     if rows.dim() != 2 or order.shape != (len(rows), 3):
@@ -359,7 +364,17 @@ def _sample(strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor) -> RowS
     seen = dict(zip(strata.long().tolist(), counts.long().tolist(), strict=True))
     if not {*order[:, 0].tolist()} <= {stratum for stratum, count in seen.items() if count > 0}:
         raise ValueError("a sample has rows in an empty stratum")
-    return RowSample(rows.float(), order.long(), seen)
+    return RowSample(rows.float(), order.long(), seen, _frequent(frequent, times, rows.shape[1]))
+
+
+def _frequent(rows: Tensor, times: Tensor, channels: int) -> FrequentRows:
+    if not (rows.numel() or times.numel()):
+        return FrequentRows()
+    hashes, counts = times.long().unbind(1)
+    sorted_once = bool((hashes.diff() > 0).all()) and bool((counts > 0).all())
+    if rows.shape != (len(times), channels) or not sorted_once:
+        raise ValueError("the frequent rows of a sample must be sorted, and each must be counted")
+    return FrequentRows(rows.float(), times.long())
 
 
 def _screen(masked: int, values: int, bulk: float, far: float) -> Screen:

@@ -537,9 +537,14 @@ class QParamsSolver:
         """Describe the ranges that are not those of all values."""
         for number, choice in self._choices():
             if choice.name != WHOLE:
+                who = (
+                    "on held-out examples its readers"
+                    if choice.clips
+                    else "with the same row at many places, its readers"
+                )
                 yield (
                     f"range of {self.plan.groups[number].points[0]}: [{choice.low:.4g}, "
-                    f"{choice.high:.4g}], {choice.name}; on held-out examples its readers "
+                    f"{choice.high:.4g}], {choice.name}; {who} "
                     f"have {choice.error:.2g}x the squared error of the min/max range"
                 )
 

@@ -6,6 +6,9 @@ sorted into strata by their largest magnitude, two to an octave. Of each stratum
 there were, and of its different rows those of least hash are kept. So the few tokens that carry a text are
 in the sample however many others there are, and every kept row knows for how many rows it stands.
 
+Rows that make up an eighth of an example, such as those of a background, are kept apart, with how many there
+were of each: in the sample a row that is there often is there once, or by chance not at all.
+
 The least of a union are the least of what each part keeps, and the strata lie at the same places whatever
 the data is. Nothing depends on how the data was split, ordered or merged.
 """
@@ -54,6 +57,7 @@ class RowSample:
         rows: `(N, C)`, float32.
         order: what they are ordered by, ascending, `(N, 3)`: stratum, hash of the row, hash of the example.
         counts: the number of rows of each stratum.
+        frequent: the rows that make up much of an example, and how many there were.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class RowSample:
         rows: Tensor | None = None,
         order: Tensor | None = None,
         counts: Mapping[int, int] | None = None,
+        frequent: FrequentRows | None = None,
     ) -> None:
+        self.frequent = frequent or FrequentRows()
         self._counts = Counter(counts or {})
         self._kept = [] if rows is None or order is None or not len(rows) else [(rows, order)]
         self._limits: dict[int, int] = {}
@@ -146,6 +152,7 @@ class RowSample:
         values, counts = _counted(strata)
         self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         hashes, strata = _hashes(rows), strata.clamp(min=self._lowest)
+        self.frequent.add(rows, hashes.view(len(examples), -1))
         kept = self._may_stay(strata, hashes)
         if bool(kept.any()):
             order = torch.stack([strata, hashes, of_example], dim=1)[kept]
@@ -154,6 +161,7 @@ class RowSample:
     def merge(self, other: RowSample) -> None:
         """Add another sample, exactly as if its data had been seen here."""
         self._counts.update(other._counts)
+        self.frequent.merge(other.frequent)
         if len(other.rows):
             self._keep(other.rows, other.order)
 
@@ -187,6 +195,61 @@ class RowSample:
             self._limits = _limits(order[ranked], _most(rows))
             self._sorted_from = lowest
         return self._kept[0]
+
+
+class FrequentRows:
+    """Rows that make up an eighth of an example of several, and how many of them there were.
+
+    Of more than `MOST_FREQUENT` different ones those of least hash are kept.
+
+    Args:
+        rows: `(K, C)`, float32.
+        numbers: the hash of each row, ascending, and how many there were, `(K, 2)`, int64.
+    """
+
+    def __init__(self, rows: Tensor | None = None, numbers: Tensor | None = None) -> None:
+        self.rows = torch.empty(0, 0) if rows is None else rows
+        self.numbers = torch.empty(0, 2, dtype=torch.int64) if numbers is None else numbers
+
+    def add(self, rows: Tensor, hashes: Tensor) -> None:
+        """Take rows, `(N * R, C)`, of examples whose rows have these hashes, `(N, R)`."""
+        number, size = hashes.shape
+        most = -(-size // _PARTS_OF_EXAMPLE)
+        if size < _FEWEST_ROWS:
+            return
+        ordered, places = hashes.sort(dim=1, stable=True)
+        if not bool((ordered[:, most - 1 :] == ordered[:, : size - most + 1]).any()):
+            return
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        starts = first.flatten().nonzero().flatten()
+        counts = torch.diff(starts, append=torch.tensor([number * size]))
+        starts, counts = starts[counts >= most], counts[counts >= most]
+        at = (places + size * torch.arange(number)[:, None]).flatten()[starts]
+        self._take(rows[at.to(rows.device)], torch.stack([ordered.flatten()[starts], counts], 1))
+
+    def merge(self, other: FrequentRows) -> None:
+        """Add other rows, exactly as if their data had been seen here."""
+        if len(other.rows):
+            self._take(other.rows, other.numbers)
+
+    def _take(self, rows: Tensor, numbers: Tensor) -> None:
+        if len(self.rows):
+            rows = torch.cat([self.rows.to(rows.device), rows])
+            numbers = torch.cat([self.numbers, numbers])
+        hashes, same = torch.unique(numbers[:, 0], return_inverse=True)
+        counts = torch.zeros_like(hashes).index_add_(0, same, numbers[:, 1])
+        at = torch.full_like(hashes, len(rows)).scatter_reduce_(
+            0, same, torch.arange(len(rows)), "amin"
+        )
+        kept = at[:MOST_FREQUENT]
+        self.rows = rows[kept.to(rows.device)]
+        self.numbers = torch.stack([hashes, counts], 1)[:MOST_FREQUENT]
+
+
+MOST_FREQUENT = 64
+_PARTS_OF_EXAMPLE, _FEWEST_ROWS = 8, 16
+"""A row is frequent in an example if it makes up this part of it; of an example with fewer rows none is."""
 
 
 def example_hashes(x: Tensor, dim: int) -> Tensor:

@@ -300,7 +300,7 @@ class TestFiles:
             path.write_bytes(part)
             with pytest.raises(StatisticsError, match=path.name):
                 Statistics.load(path)
-        version = re.compile(rb'(format_version\\?": )3')
+        version = re.compile(rb'(format_version\\?": )4')
         path.write_bytes(version.sub(rb"\g<1>7", whole))
         with pytest.raises(StatisticsError, match=r"format.* 7"):
             Statistics.load(path)

@@ -16,8 +16,10 @@ from qompose.observers import AutoRangeObserver, HistogramObserver, MinMaxObserv
 from qompose.observers.auto_range import WHOLE, Reader, measured_against
 from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
+from qompose.spec.qparams import fake_quantize
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn import functional as F
 
 from tests.core.toy import (
     CAT,
@@ -168,14 +170,61 @@ def test_a_row_that_only_the_held_back_half_has_decides_too() -> None:
         assert ends(observed(changed, Reader(weight)))[1] > 55
 
 
-def test_a_state_dict_has_the_rows() -> None:
-    x, weight = with_outliers(), randn(8, 16)
+def on_background(background: Tensor, seed: int = 0) -> Tensor:
+    """Images with something in the middle: `(32, C, 12, 12)`."""
+    x = background[:, None, None].expand(32, -1, 12, 12).clone()
+    x[..., 4:9, 3:10] = randn(32, len(background), 5, 7, seed=seed)
+    return x
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_background_is_represented_better_by_a_range_that_is_a_little_wider(seed: int) -> None:
+    """Judged on other images than those that were observed, by what the convolution makes of them."""
+    background, weight = randn(4, seed=seed), randn(6, 4, 3, 3, seed=seed + 100)
+    one, unseen = (
+        observed(on_background(background), Reader(weight), dim=1),
+        on_background(background, 9),
+    )
+    whole = fed(MinMaxObserver(torch.uint8), on_background(background))
+    errors = []
+    for observer in (one, whole):
+        scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+        rounded = fake_quantize(unseen, scale, zero_point, 0, 255)
+        errors.append(float(F.conv2d(rounded - unseen, weight).square().mean()))
+    if one.choice.name == WHOLE:
+        assert errors[0] == errors[1]
+    else:
+        assert errors[0] < 0.85 * errors[1]
+        assert ends(whole)[0] * 1.08 <= ends(one)[0] <= ends(whole)[0]
+        assert ends(whole)[1] <= ends(one)[1] <= ends(whole)[1] * 1.08
+
+
+def test_a_background_between_steps_widens_the_range_and_no_other_does() -> None:
+    weight = randn(6, 4, 3, 3)
+    chosen = {
+        name: observed(on_background(background), Reader(weight), dim=1).choice.name
+        for name, background in {"between": randn(4), "zero": torch.zeros(4)}.items()
+    }
+    assert chosen["between"].startswith("widened")
+    assert chosen["zero"] == WHOLE
+    assert observed(randn(32, 4, 12, 12), Reader(weight), dim=1).choice.name == WHOLE
+    seldom = randn(32, 4, 12, 12)
+    seldom[..., :3, :10] = randn(4)[:, None, None]  # a fifth of the places
+    assert observed(seldom, Reader(weight), dim=1).choice.name == WHOLE
+
+
+@pytest.mark.parametrize("kind", ["outliers", "background"])
+def test_a_state_dict_has_the_rows(kind: str) -> None:
+    x, weight, dim = with_outliers(), randn(8, 16), -1
     weight[:, 3] = 0.0
-    one, other = observed(x, Reader(weight)), AutoRangeObserver(torch.uint8)
+    if kind == "background":
+        x, weight, dim = on_background(randn(4)), randn(6, 4, 3, 3), 1
+    one, other = observed(x, Reader(weight), dim=dim), AutoRangeObserver(torch.uint8)
     other.load_state_dict(one.state_dict())
     other.readers = one.readers
     assert other.choice == one.choice
     assert copy.deepcopy(one).choice == one.choice
+    assert one.choice.name != WHOLE
 
 
 def test_facts_without_rows_are_not_enough() -> None:
@@ -267,6 +316,21 @@ def test_views_of_what_was_seen_have_rows(values: int, kind: str, tmp_path: Path
     found = next(o for o in auto_observers(applied).values() if o.shared)
     assert (found.choice.low, found.choice.high) == (shared.choice.low, shared.choice.high)
     assert ("channels" in shared.choice.reason) == (not values)
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_a_statistics_file_has_the_background(kind: str, tmp_path: Path) -> None:
+    x = on_background(randn(4))
+    program = export(nn.Sequential(nn.Conv2d(4, 6, 3)), x)
+    observed_model, other = (prepare(program, toy(CONV, config=CONFIG)) for _ in range(2))
+    qompose.calibrate(observed_model, [(x,)], progress=False)
+    file = tmp_path / f"seen.{kind}"
+    qompose.statistics(observed_model).save(file)
+    qompose.Statistics.load(file).apply(other)
+    chosen, again = (
+        next(iter(auto_observers(model).values())).choice for model in (observed_model, other)
+    )
+    assert chosen == again and chosen.name.startswith("widened")
 
 
 def test_a_view_with_the_channels_that_are_read_hides_no_reader() -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose.observers.row_sample import FEWEST, MOST, PER_EXAMPLE, STRATA, VALUES, RowSample
+from qompose.observers.row_sample import (
+    FEWEST,
+    MOST,
+    MOST_FREQUENT,
+    PER_EXAMPLE,
+    STRATA,
+    VALUES,
+    RowSample,
+)
 from torch import Tensor
 
 from tests.core.toy import randn
@@ -26,6 +34,15 @@ def assert_same(one: RowSample, other: RowSample) -> None:
     assert torch.equal(one.order, other.order)
     assert one.counts == other.counts
     assert torch.equal(one.weights, other.weights)
+    assert torch.equal(one.frequent.rows, other.frequent.rows)
+    assert torch.equal(one.frequent.numbers, other.frequent.numbers)
+
+
+def on(backgrounds: Tensor, places: int = 40, seed: int = 0) -> Tensor:
+    """Examples of rows, of which a half is the background: `(N, places, C)`."""
+    x = randn(len(backgrounds), places, backgrounds.shape[1], seed=seed)
+    x[:, ::2] = backgrounds[:, None]
+    return x
 
 
 SIZES = 2.0 ** torch.linspace(-40, 40, 3000).unsqueeze(1)
@@ -39,6 +56,8 @@ DATA = {
         (1 + randn(300, 8).abs() / 20)[(randn(40, 50, seed=1) * 1e4).long() % 300], 2,
     ),
     "zeros": (torch.zeros(40, 3), 1),
+    "three backgrounds": (on(randn(3, 6).repeat(20, 1)), 2),
+    "a background for each": (on(randn(90, 6)), 2),
 }  # fmt: skip
 
 
@@ -63,6 +82,27 @@ def test_splits_orders_and_merges_do_not_matter(
             assert len(split.rows) and len(merged.rows)
     assert_same(split, whole)
     assert_same(merged, whole)
+
+
+def test_rows_that_are_an_eighth_of_an_example_are_counted() -> None:
+    often, seldom, other = randn(3, 4)
+    x = randn(2, 32, 4, seed=1)
+    x[0, :9], x[0, 20:22], x[1, 5:7], x[1, 10:14] = often, seldom, often, other
+    found = of(2, x).frequent
+    counted = {
+        tuple(row.tolist()): n for row, (_, n) in zip(found.rows, found.numbers, strict=True)
+    }
+    assert {row: int(n) for row, n in counted.items()} == {
+        tuple(often.tolist()): 9, tuple(other.tolist()): 4,
+    }  # fmt: skip
+    assert not len(of(2, x[:, :15]).frequent.rows)  # too few to tell
+
+
+def test_of_many_backgrounds_some_are_kept() -> None:
+    x, dim = DATA["a background for each"]
+    found = of(dim, x).frequent
+    assert len(found.rows) == MOST_FREQUENT < len(x)
+    assert {*found.numbers[:, 1].tolist()} == {20}
 
 
 def test_of_equal_rows_the_first_example_is_taken_however_late_it_comes() -> None:
