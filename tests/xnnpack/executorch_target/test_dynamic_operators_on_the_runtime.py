@@ -34,7 +34,7 @@ from tests.xnnpack.executorch_target.runtime import (
     per_token,
     weight_constants,
 )
-from tests.xnnpack.operators.arithmetic import KERNELS, UNBOUNDED, normal
+from tests.xnnpack.operators.arithmetic import KERNELS, UNBOUNDED, linear_dynamic, normal
 
 # Relative to the largest value of the same case and row: both add a few float32 terms, in any order.
 ROUNDING = 2.0**-18
@@ -67,7 +67,8 @@ def dynamic(
 
     def here(c: Constants, x: Tensor) -> Tensor:
         args = (x, c["weight"], scale(c["scale"]), c.get("bias"), *lists, *ACTIVATIONS[then])
-        return getattr(KERNELS, f"{name}_dynamic")(*args)
+        apply = linear_dynamic if name == "linear" else getattr(KERNELS, f"{name}_dynamic")
+        return apply(*args)
 
     return Case(graph, here, (shape,), constants)
 
@@ -198,8 +199,8 @@ def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(lowered: Lowere
     free = ACTIVATIONS[""]
     rounded = c["scale"].bfloat16().float()
     assert not torch.equal(rounded, c["scale"])
-    as_given = KERNELS.linear_dynamic(values[index], c["weight"], c["scale"], c["bias"], *free)
-    nearest = KERNELS.linear_dynamic(values[index], c["weight"], rounded, c["bias"], *free)
+    as_given = linear_dynamic(values[index], c["weight"], c["scale"], c["bias"], *free)
+    nearest = linear_dynamic(values[index], c["weight"], rounded, c["bias"], *free)
     assert worst(there, nearest) <= ROUNDING
     assert worst(there, as_given) > 100 * ROUNDING
 

@@ -41,6 +41,12 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def linear_dynamic(x: Tensor, *rest: Any, per_tensor: bool = False) -> Tensor:
+    """Quantize floats and multiply them; ``rest`` is what follows the integers."""
+    quantized = KERNELS.quantize_dynamic(x, per_tensor)
+    return KERNELS.linear_dynamic(*quantized, *rest)  # type: ignore[no-any-return]
+
+
 def real(q: Tensor, scale: float, zp: int) -> Tensor:
     return (q.to(torch.float64) - zp) * scale
 

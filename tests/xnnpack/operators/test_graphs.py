@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sampling import at_once
-from tests.xnnpack.operators.arithmetic import FULL, KERNELS, int8, weights
+from tests.xnnpack.operators.arithmetic import FULL, KERNELS, int8, linear_dynamic, weights
 
 OUT = (0.1, 2, *FULL)
 INT8 = (0.1, 2)
@@ -70,8 +70,8 @@ class AllKernels(torch.nn.Module):
         return (
             KERNELS.conv2d_dynamic(image, *constants, *GEOMETRY, 1, -math.inf, math.inf),
             KERNELS.conv_transpose2d_dynamic(image, *upwards, 0.0, math.inf),
-            KERNELS.linear_dynamic(row, self.rows, self.groups, None, 0.0, math.inf),
-            KERNELS.linear_dynamic_per_tensor(row, self.rows, self.groups, None, 0.0, math.inf),
+            linear_dynamic(row, self.rows, self.groups, None, 0.0, math.inf),
+            linear_dynamic(row, self.rows, self.groups, None, 0.0, math.inf, per_tensor=True),
             KERNELS.linear_weight_only(row, self.rows, self.groups, None),
         )
 

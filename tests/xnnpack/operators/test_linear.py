@@ -27,6 +27,7 @@ from tests.xnnpack.operators.arithmetic import (
     float_inputs,
     grid,
     int8,
+    linear_dynamic,
     normal,
     outputs,
     real,
@@ -100,9 +101,9 @@ def test_one_dynamic_range_for_the_whole_tensor(
     size = exact.abs()
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    actual = KERNELS.linear_dynamic_per_tensor(x, weight, w_scale, bias, *UNBOUNDED)
+    actual = linear_dynamic(x, weight, w_scale, bias, *UNBOUNDED, per_tensor=True)
     assert_close(actual, exact, size)
-    empty = KERNELS.linear_dynamic_per_tensor(x[:0], weight, w_scale, bias, *UNBOUNDED)
+    empty = linear_dynamic(x[:0], weight, w_scale, bias, *UNBOUNDED, per_tensor=True)
     assert empty.shape == (0, 3, 5)
 
 
@@ -132,20 +133,20 @@ class TestDynamic:
         sums = terms.view(6, 5, groups, -1).sum(-1) * w_scale.double().view(-1, groups)
         exact = sums.sum(-1) * scale.double() + (0 if bias is None else bias.double())
         size = sums.abs().sum(-1) * scale.double() + (0 if bias is None else bias.double().abs())
-        actual = KERNELS.linear_dynamic(x, weight, w_scale, bias, *clamp)
+        actual = linear_dynamic(x, weight, w_scale, bias, *clamp)
         assert_close(actual, exact.clamp(*clamp).view(2, 3, 5), size.view(2, 3, 5))
 
     def test_rows_do_not_depend_on_each_other(self) -> None:
         x, weight, w_scale = normal(0, 4, 40), weights(0, 6, 40), torch.full((6,), 0.01)
         x = x * torch.tensor([[1.0], [1e-20], [1e20], [0.0]])
-        whole = KERNELS.linear_dynamic(x, weight, w_scale, None, *UNBOUNDED)
-        rows = [KERNELS.linear_dynamic(row, weight, w_scale, None, *UNBOUNDED) for row in x]
+        whole = linear_dynamic(x, weight, w_scale, None, *UNBOUNDED)
+        rows = [linear_dynamic(row, weight, w_scale, None, *UNBOUNDED) for row in x]
         assert torch.equal(whole, torch.stack(rows))
 
     def test_what_is_not_finite_shows_in_its_row_only(self) -> None:
         x = normal(0, 3, 8)
         x[0, 1], x[1, 2] = math.nan, math.inf
-        actual = KERNELS.linear_dynamic(x, weights(0, 4, 8), torch.ones(4), None, *UNBOUNDED)
+        actual = linear_dynamic(x, weights(0, 4, 8), torch.ones(4), None, *UNBOUNDED)
         assert actual.isfinite().all(1).tolist() == [False, False, True]
 
 
@@ -206,17 +207,18 @@ def test_the_weight_is_never_float_as_a_whole(
 
 
 FLOATS, WEIGHT, ONES = normal(0, 2, 8), weights(0, 5, 8), torch.ones(5)
+ROWS = quantize_rows(FLOATS)
 
 
 @pytest.mark.parametrize(
     ("name", "args", "error", "found"),
     [
         *(
-            ("linear_dynamic", (FLOATS, WEIGHT, torch.ones(shape)), ValueError, ": .*w_scale")
+            ("linear_dynamic", (*ROWS, WEIGHT, torch.ones(shape)), ValueError, ": .*w_scale")
             for shape in ((4,), (5, 3), (4, 2), (1, 2), (5, 1, 1))
         ),
-        ("linear_dynamic", (FLOATS.half(), WEIGHT, ONES), TypeError, ".*`x`.*float16"),
-        ("linear_dynamic", (normal(0, 2, 7), WEIGHT, ONES), ValueError, r".*\(2, 7\)"),
+        ("linear_dynamic", (FLOATS, *ROWS[1:], WEIGHT, ONES), TypeError, ".*`x`.*float32"),
+        ("linear_dynamic", (int8(0, 2, 7), *ROWS[1:], WEIGHT, ONES), ValueError, r".*\(2, 7\)"),
         ("linear_weight_only", (FLOATS.int(), WEIGHT, ONES), TypeError, ".*`x`"),
         ("linear_weight_only", (FLOATS, WEIGHT.short(), ONES), TypeError, ".*`weight`"),
         ("linear_weight_only", (FLOATS, WEIGHT, torch.ones(5, 3)), ValueError, r".*w_scale \(5, 3\)"),
@@ -225,3 +227,8 @@ FLOATS, WEIGHT, ONES = normal(0, 2, 8), weights(0, 5, 8), torch.ones(5)
 def test_what_does_not_fit_is_named(name: str, args: Any, error: Any, found: str) -> None:
     with pytest.raises(error, match=f"::{name}{found}"):
         getattr(KERNELS, name)(*args, None, *(UNBOUNDED if name == "linear_dynamic" else ()))
+
+
+def test_only_float32_is_quantized_at_run_time() -> None:
+    with pytest.raises(TypeError, match=r"::quantize_dynamic.*`x`.*float16"):
+        KERNELS.quantize_dynamic(FLOATS.half(), False)

@@ -9,9 +9,10 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
-from tests.core.toy import Model, randn
+from tests.core.toy import Model, nodes_calling, randn
 from tests.sampling import at_once
 from tests.xnnpack.executorch_target.runtime import converted
 
@@ -53,3 +54,36 @@ def test_clamps_become_the_bounds_of_a_delegated_product() -> None:
         expected = quantized(X)
         step = float((expected.max() - expected.min()) / 255)
         assert (expected - program(X)).abs().max() <= 1.01 * step  # one step of the output
+
+
+SPECS = {
+    "q": {"is_per_channel": True}, "k": {"group_size": 32}, "v": {"is_per_channel": True},
+    "whole": {"is_per_channel": True, "per_token": False},
+}  # fmt: skip
+
+
+def projected(*names: str) -> torch.fx.GraphModule:
+    """Linears of one tensor that are quantized when they run, as `SPECS` says; then lowered."""
+    quantizer = XNNPACKQuantizer()
+    for name in names:
+        quantizer.set_module_name(
+            name, get_symmetric_quantization_config(is_dynamic=True, **SPECS[name])
+        )
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(64, 16) for name in SPECS}
+    model = Model(lambda m, x: tuple(getattr(m, name)(x) for name in names), **layers)
+    sizes = ({0: torch.export.Dim("rows", min=0)},)
+    return qompose.lower(converted(model, randn(5, 64), quantizer=quantizer, sizes=sizes))
+
+
+def test_dynamic_linears_of_one_tensor_quantize_it_once() -> None:
+    """Whatever their weights are; one with a scale for all rows has its own. Each bit is as of one alone."""
+    lowered = projected(*SPECS)
+    assert len(nodes_calling(lowered, "quantize_dynamic")) == 2
+    assert len(nodes_calling(lowered, "linear_dynamic")) == 4
+    alone = [projected(name) for name in SPECS]
+    spread = torch.tensor([[1e-6], [1.0], [1e9]])
+    for x in (randn(5, 64), randn(3, 64, seed=1) * spread, randn(0, 64)):
+        results = lowered(x)
+        assert [y.shape for y in results] == [(len(x), 16)] * 4
+        assert all(map(torch.equal, results, (one(x)[0] for one in alone)))

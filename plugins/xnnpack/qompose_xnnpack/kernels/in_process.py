@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -44,8 +45,23 @@ class Weighted:
         )
 
 
-class DynamicWeighted:
-    """Emits a linear or convolution of floats that quantizes each token or image at run time."""
+def dynamic_linear(region: Region) -> Node:
+    """Emit a linear of floats, and the quantization of its input, which all linears of that tensor read."""
+    source, weight = full_range(region.dynamic("input")), region.quantized("weight")
+    quantize = _OPERATORS.quantize_dynamic.default
+    made = region.shared_step("input", quantize, source.node, source.dims is None)
+    return region.call(
+        _OPERATORS.linear_dynamic.default,
+        *(region.shared_step("input", operator.getitem, made, place) for place in range(3)),
+        weight.node,
+        kit.channel_scales(region, weight, expand=False),
+        region.argument("op", "bias"),
+        *_UNBOUNDED,
+    )
+
+
+class DynamicConvolution:
+    """Emits a convolution of floats that quantizes each image, padded, at run time."""
 
     def __init__(self, operator: str) -> None:
         self.operator = operator
@@ -53,18 +69,14 @@ class DynamicWeighted:
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.backend.Kernel`."""
         source, weight = full_range(region.dynamic("input")), region.quantized("weight")
-        suffix = "_per_tensor" if source.dims is None else ""
-        values, geometry = source.node, list[Any]()
-        if self.operator != "linear":
-            found = kit.geometry_of(region)
-            values, geometry = kit.padded(region, values, found), found.arguments
+        found = kit.geometry_of(region)
         return region.call(
-            getattr(_OPERATORS, f"{self.operator}_dynamic{suffix}").default,
-            values,
+            getattr(_OPERATORS, f"{self.operator}_dynamic").default,
+            kit.padded(region, source.node, found),
             weight.node,
             kit.channel_scales(region, weight, expand=False),
             region.argument("op", "bias"),
-            *geometry,
+            *found.arguments,
             *_UNBOUNDED,
         )
 

@@ -6,10 +6,10 @@ and compiled like any other. Each accumulates in int32 and returns
 
 * int8, by a float32 rescale rounded half to even (``add`` and ``sub`` alone rescale in fixed point) and
   ``clamp(q, out_min, out_max)``; a fused activation is such a clamp, with bounds from ``quantized_bound``;
-* float32 in the ``*_dynamic`` operators, which quantize their float input at run time: a linear with a
-  scale per row, a convolution with one per image, of any size. The graph's Q/DQ operators differ where a
-  row or image spans less than 255 * 2**-23, about 3e-5: torch allows no scale below 2**-23, so it rounds
-  most of such a row to zero, and XNNPACK and these operators do not.
+* float32 in the ``*_dynamic`` operators. Convolutions quantize their float input with one scale per image,
+  of any size; linears read what ``quantize_dynamic`` returns, once for all that read one tensor. The
+  graph's Q/DQ operators differ where a row or image spans less than 255 * 2**-23, about 3e-5: torch allows
+  no scale below 2**-23, so it rounds most of such a row to zero, and XNNPACK and these operators do not.
 
 Names: ``x = x_scale * (q - x_zp)``. ``w_scale``: float32 ``(O,)`` or ``(1,)``, zero point 0.
 Importing this package registers the operators.
@@ -24,7 +24,13 @@ import torch
 from qompose.backend import kit
 from torch import Tensor
 
-from qompose_xnnpack.operators import convolution, elementwise, linear, pooling
+from qompose_xnnpack.operators import (
+    convolution,
+    dynamic_quantization,
+    elementwise,
+    linear,
+    pooling,
+)
 from qompose_xnnpack.operators.requantization import quantized_bound
 
 __all__ = ["NAMESPACE", "SCHEMAS", "quantized_bound"]
@@ -59,8 +65,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
         "bool ceil_mode, int out_min, int out_max) -> Tensor"
     ),
-    "linear_dynamic": f"(Tensor x, {_CONSTANTS}, {_CLAMP}) -> Tensor",
-    "linear_dynamic_per_tensor": f"(Tensor x, {_CONSTANTS}, {_CLAMP}) -> Tensor",
+    "quantize_dynamic": "(Tensor x, bool per_tensor) -> (Tensor, Tensor, Tensor)",
+    "linear_dynamic": f"(Tensor x, Tensor x_scale, Tensor x_zp, {_CONSTANTS}, {_CLAMP}) -> Tensor",
     "conv2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_GEOMETRY}, {_CLAMP}) -> Tensor",
     "conv_transpose2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_TRANSPOSED}, {_CLAMP}) -> Tensor",
     "linear_weight_only": f"(Tensor x, {_CONSTANTS}) -> Tensor",
@@ -68,7 +74,7 @@ SCHEMAS: dict[str, str] = {
 
 Dtypes: TypeAlias = "Mapping[str, Sequence[torch.dtype]]"
 Implementation: TypeAlias = (
-    "tuple[Callable[..., Tensor], Callable[..., Sequence[int]] | None, Dtypes]"
+    "tuple[Callable[..., Tensor | tuple[Tensor, ...]], Callable[..., Sequence[int]] | None, Dtypes]"
 )
 """A kernel, what returns the shape of its output (None: itself), and the dtypes that it takes."""
 
@@ -92,12 +98,7 @@ _IMPLEMENTATIONS: dict[str, Implementation] = {
     "adaptive_avg_pool2d": (pooling.adaptive_avg_pool2d, pooling.adaptive_shape, _IMAGE),
     "mean": (pooling.mean, pooling.mean_shape, _IMAGE),
     "max_pool2d": (pooling.max_pool2d, None, _IMAGE),
-    "linear_dynamic": (linear.linear_dynamic, linear.linear_float_output, _DYNAMIC),
-    "linear_dynamic_per_tensor": (
-        linear.linear_dynamic_per_tensor,
-        linear.linear_float_output,
-        _DYNAMIC,
-    ),
+    "quantize_dynamic": (dynamic_quantization.quantize_dynamic, None, {"x": _FLOAT32}),
     "conv2d_dynamic": (convolution.conv2d_dynamic, convolution.conv2d_dynamic_output, _DYNAMIC),
     "conv_transpose2d_dynamic": (
         convolution.conv_transpose2d_dynamic,
@@ -111,3 +112,12 @@ for _name, (_kernel, _shape, _dtypes) in _IMPLEMENTATIONS.items():
     kit.register_operator(
         f"{NAMESPACE}::{_name}", SCHEMAS[_name], _kernel, shape=_shape, dtypes=_dtypes
     )
+
+# The dtype of its result is not that of its first argument.
+kit.register_operator(
+    f"{NAMESPACE}::linear_dynamic",
+    SCHEMAS["linear_dynamic"],
+    linear.linear_dynamic,
+    fake=linear.linear_dynamic_fake,
+    dtypes={**_STATIC, "x_scale": _FLOAT32, "x_zp": (torch.int32,)},
+)

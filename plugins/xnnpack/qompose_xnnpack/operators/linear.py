@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear with an int8 weight: of an int8 input, of a float one quantized at run time, or of a float one."""
+"""Linear with an int8 weight: of an int8 input, of integers quantized at run time, or of a float input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
 from qompose_xnnpack.operators.integer_matmul import shifted_groups, shifted_matmul
 from qompose_xnnpack.operators.requantization import StaticProduct
 from qompose_xnnpack.operators.shapes import linear_shape, scaled_linear_shape
@@ -34,58 +33,36 @@ def linear_output(*arguments: Any) -> list[int]:
 
 def linear_dynamic(
     x: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    clamp_min: float,
-    clamp_max: float,
-) -> Tensor:
-    """Float ``x: (..., K)``, quantized per row; ``weight: (O, K)``, ``bias: (O,)`` -> ``(..., O)``.
-
-    ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
-    Formula: ``x_scale * sum over groups of (w_scale * exact integer sum) + bias``.
-    """
-    scaled_linear_shape(x, weight, w_scale)
-    rows = quantize_rows(x.reshape(-1, weight.shape[1]))
-    return _multiply_rows(x, rows, weight, w_scale, bias, clamp_min, clamp_max)
-
-
-def linear_dynamic_per_tensor(
-    x: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    clamp_min: float,
-    clamp_max: float,
-) -> Tensor:
-    """The same with one scale and zero point for all of ``x``. XNNPACK has no such operator."""
-    scaled_linear_shape(x, weight, w_scale)
-    whole, x_scale, x_zp = quantize_rows(x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1))
-    count = x.numel() // weight.shape[1]
-    rows = whole[:, : x.numel()].reshape(count, weight.shape[1])
-    quantized = rows, x_scale.expand(count, 1), x_zp.expand(count, 1)
-    return _multiply_rows(x, quantized, weight, w_scale, bias, clamp_min, clamp_max)
-
-
-def _multiply_rows(
-    x: Tensor,
-    quantized: tuple[Tensor, Tensor, Tensor],
+    x_scale: Tensor,
+    x_zp: Tensor,
     weight: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
     *clamp: float,
 ) -> Tensor:
-    """Multiply the rows of ``x``, as ``quantize_rows`` returns them, by the weight."""
-    rows, x_scale, x_zp = quantized
+    """Multiply ``x: (..., K)`` of ``quantize_dynamic``; ``weight: (O, K)``, ``bias: (O,)`` -> ``(..., O)``.
+
+    ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
+    Formula: ``x_scale * sum over groups of (w_scale * exact integer sum) + bias``, in float32.
+    """
+    shape = scaled_linear_shape(x, weight, w_scale)
+    rows = x.reshape(-1, weight.shape[1])
     scales = w_scale.to(torch.float32).unsqueeze(-1).flatten(1).t().contiguous()
     total = torch.zeros((rows.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    sums = shifted_groups(rows, x_zp, weight, weight.shape[1] // scales.shape[0])
+    sums = shifted_groups(rows, x_zp.reshape(-1, 1), weight, weight.shape[1] // scales.shape[0])
     for part, scale in zip(sums, scales, strict=True):
         total.addcmul_(part, scale)
-    total.mul_(x_scale)
+    total.mul_(x_scale.reshape(-1, 1))
     if bias is not None:
         total.add_(bias)
-    return total.clamp_(*clamp).view(*x.shape[:-1], weight.shape[0])
+    return total.clamp_(*clamp).view(shape)
+
+
+def linear_dynamic_fake(
+    x: Tensor, x_scale: Tensor, x_zp: Tensor, weight: Tensor, w_scale: Tensor, *_: Any
+) -> Tensor:
+    """Return the output of ``linear_dynamic`` without values."""
+    return x_scale.new_empty(scaled_linear_shape(x, weight, w_scale))
 
 
 def linear_weight_only(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -102,6 +102,7 @@ def _float_kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
 def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, **name: Any) -> Rule:
     image = operator != "linear"
     layout: dict[str, Any] = {"activation": _BY_IMAGE} if image else {}
+    emit = in_process.DynamicConvolution(operator) if image else in_process.dynamic_linear
     return kit.product_rule(
         operator,
         mode="dynamic",
@@ -109,7 +110,7 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, **name: Any
         accepts=dynamic(weight, dims=3 if image else 1),
         guard=extra,
         kernels={
-            "torch": _float_kernel(f"{operator}_dynamic", in_process.DynamicWeighted(operator)),
+            "torch": _float_kernel(f"{operator}_dynamic", emit),
             "executorch": Kernel(
                 DELEGATE.name,
                 on_executorch.dynamic_convolution if image else None,
@@ -193,11 +194,7 @@ RULES: tuple[Rule, ...] = (
         _dynamic("linear", PER_CHANNEL, name="linear_dynamic_per_tensor"),
         accepts=dynamic(PER_CHANNEL, dims=None),
         # XNNPACK would quantize each row by itself: see `graph_passes.keep_per_tensor_scales`.
-        kernels={
-            "torch": _float_kernel(
-                "linear_dynamic_per_tensor", in_process.DynamicWeighted("linear")
-            )
-        },
+        kernels={"torch": _float_kernel("linear_dynamic", in_process.dynamic_linear)},
     ),
     _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise, guards.not_pointwise),
     _dynamic(
