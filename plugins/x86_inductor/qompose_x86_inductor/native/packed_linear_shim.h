@@ -15,9 +15,9 @@
 #include <memory>
 #include <vector>
 
-// torch compiles the file that includes this one with -O1. What is included above stays as it is.
+// As in shims.h, which says why.
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3,no-strict-aliasing")
 #include "packed_linear.h"
 #pragma GCC pop_options
 #include "tensors.h"

@@ -14,9 +14,11 @@
 #include <stdexcept>
 #include <vector>
 
-// torch compiles the file that includes this one with -O1. What is included above stays as it is.
+// torch compiles the file that includes this one with -O1. What is included above stays as it is: without
+// strict aliasing, and GCC takes that from a function of ours too as soon as std::min is inlined in it. If
+// ours had it, their options would then differ, and GCC would inline no more of them in each other.
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3,no-strict-aliasing")
 #include "arguments.h"
 #include "cache_attention.h"
 #include "recurrent.h"
