@@ -24,6 +24,7 @@ __all__ = [
     "ConfigError",
     "ContestedRegionError",
     "ExcludedBackendError",
+    "ExportError",
     "InputError",
     "InternalError",
     "MemberError",
@@ -169,6 +170,21 @@ class NotExportedError(UserError, TypeError):
         )
 
 
+class ExportError(UserError):
+    """`torch.export` cannot export a model; its error is the `__cause__`. `line` is the model's, or ""."""
+
+    def __init__(self, model: object, error: BaseException) -> None:
+        self.line = _line_of(error, anywhere=False)
+        where = f", at {self.line}" if self.line else ""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = " ".join(lines[:2]) or "no reason given"
+        super().__init__(
+            f"torch.export cannot export {type(model).__name__}{where}: {type(error).__name__}: {text}\n"
+            "Code that branches on the values of a tensor needs torch.where or torch.cond. Change what the "
+            "message names until torch.export.export(model.eval(), example_inputs) succeeds"
+        )
+
+
 class StageError(UserError):
     """A function was called with a model of the wrong stage."""
 
@@ -250,11 +266,13 @@ class BatchError(CalibrationError):
 class InputError(UserError, ValueError):
     """A program was called with an input that it was not exported for; `name` is its placeholder."""
 
-    def __init__(self, name: str, given: str, wanted: str) -> None:
+    def __init__(self, name: str, given: str, wanted: str, remedy: str = "") -> None:
         self.name = name
+        remedy = remedy or (
+            "Export it with dynamic_shapes for variable sizes, or with another constant"
+        )
         super().__init__(
-            f"input {name} is {given}, but the program was exported for {wanted}. Export it "
-            "with dynamic_shapes for variable sizes, or with another constant"
+            f"input {name} is {given}, but the program was exported for {wanted}. {remedy}"
         )
 
 
@@ -325,12 +343,16 @@ def _is_hosts(file: str) -> bool:
     return file.startswith(("<eval_with_key>", *folders))
 
 
-def _line_of(error: BaseException) -> str:
-    """Return file and line of the last call that belongs to a member, and not to qompose or torch."""
+def _line_of(error: BaseException, *, anywhere: bool = True) -> str:
+    """Return file and line of the last call that belongs to a member, and not to qompose or torch.
+
+    Args:
+        anywhere: where there is no such call, return the last of all, not "".
+    """
     calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [call for call in calls if not _is_hosts(call[0])]
-    file, line = (own or calls or [("", 0)])[-1]
-    return f"{'/'.join(Path(file).parts[-2:])}:{line}"
+    file, line = (own or (calls if anywhere else []) or [("", 0)])[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}" if file or anywhere else ""
 
 
 @contextmanager

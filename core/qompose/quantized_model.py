@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
 from qompose.calibration.calibrator import Ranks, calibrate
@@ -27,6 +28,8 @@ from qompose.conversion.convert import convert_pt2e
 from qompose.conversion.qparams_solver import check_needs_no_data
 from qompose.errors import (
     CalibrationError,
+    ExportError,
+    QomposeError,
     QomposeWarning,
     TargetError,
     UncalibratedError,
@@ -38,6 +41,7 @@ from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
 from qompose.plan.plan import Record
 from qompose.preparation.prepare import prepare_pt2e
+from qompose.program.aliasing import writes_to_inputs
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
 from qompose.program.meta import META_KEY
 from qompose.program.user_input import arguments_of
@@ -49,16 +53,37 @@ from qompose.storage.artifact import save, task_of
 from qompose.storage.pt2_archive import export_pt2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizedModel:
-    """The result of `quantize`: the float program, the Q/DQ model, and the model with integer kernels."""
+    """The result of `quantize`: the float program, the Q/DQ model, and the model with integer kernels.
+
+    It is called as `model` is.
+    """
 
     exported: ExportedProgram
     converted: GraphModule
     model: Any
     quantizer: Quantizer
-    compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
+    compiled: dict[str, CompiledModel] = field(default_factory=dict, compare=False)
     """What `compile` made, by mode."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `model`.
+
+        Raises:
+            TargetError: the model was lowered for a target whose programs cannot be called.
+        """
+        if not callable(self.model):
+            raise TargetError(
+                f"a {type(self.model).__name__} cannot be called here; run it in its own runtime, or "
+                'quantize with target="torch"'
+            )
+        return self.model(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        found = self.report
+        size = f"{found.bytes_before:,} -> {found.bytes_after:,} bytes"
+        return f"<QuantizedModel {found.headline()}; {size}>"
 
     @property
     def report(self) -> Report:
@@ -119,6 +144,8 @@ class QuantizedModel:
                 'program; time it in its own runtime, or quantize with target="torch".'
             )
         inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
+        if writes_to_inputs(self.converted.graph):
+            inputs, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, keywords))
         models = {
             "float": self.exported.module(),
             "lowered": self.model,
@@ -187,6 +214,7 @@ def quantize(
 
     Raises:
         UserError: `example_inputs` are missing or do not fit the model; and whatever the stages raise.
+        ExportError: torch cannot export the model.
     """
     if backends is None:
         raise UserError(
@@ -223,6 +251,10 @@ def _export(
             # torch's recurrent modules list their own parameters anew, of which it warns and which is fine.
             warnings.filterwarnings("ignore", "The tensor attribute.*_flat_weights", UserWarning)
             return torch.export.export(model.eval(), args, keywords, dynamic_shapes=dynamic_shapes)
+    except QomposeError:
+        raise
+    except Exception as error:  # torch has many kinds, and the model's own code may raise any
+        raise ExportError(model, error) from error
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -298,6 +330,7 @@ def quantize_checkpoint(
     Raises:
         CheckpointError: the checkpoint is damaged, or its tensors are not those of the model.
         UncalibratedError, UnlearnedError: what is to be quantized needs calibration data.
+        ExportError: torch cannot export the model.
         UserError: `path` cannot be a file, or is one of the checkpoint's; `scratch` is a file, has `path`
             in it, or was left by another task; or another process failed; and whatever the stages raise.
         OSError: a file cannot be read or written.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import UserDict
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizedModel, UserError
-from qompose.errors import NotLoweredError, TargetError
+from qompose.errors import ExportError, NotLoweredError, TargetError
 from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
@@ -62,6 +63,37 @@ def with_models(seconds: float, *others: float) -> tuple[QuantizedModel, list[Ti
     if len(models) > 2:
         result.compiled["max-autotune"] = models[2]  # type: ignore[assignment]
     return result, models
+
+
+def test_the_result_is_called_as_its_model_is_and_shows_itself_in_a_line() -> None:
+    result = quantized(
+        Model(lambda m, x, *, by: m.linear(x) * by, linear=nn.Linear(3, 4)), X, by=X[:, :1]
+    )
+    assert torch.equal(result(X, by=X[:, 1:2]), result.model(X, by=X[:, 1:2]))
+    shown = repr(result)
+    assert "\n" not in shown and " at 0x" not in shown
+    assert {"torch", "toy", str(result.report.bytes_after)} <= {*re.split(r"[^\w,]+", shown)}
+    object.__setattr__(result, "model", b"a program")
+    with pytest.raises(TargetError, match="bytes"):
+        result(X)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "line"),
+    [
+        (Model(lambda m, x: x + 1 if x.sum() > 0 else x), {}, "core/test_quantizing.py:"),
+        (nn.Linear(3, 4), {"dynamic_shapes": ({1: torch.export.Dim("columns")},)}, ""),
+    ],
+    ids=["branch", "dynamic_shapes"],
+)
+def test_what_torch_cannot_export_is_an_error_with_its_reason(
+    module: nn.Module, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ExportError) as raised:
+        qompose.quantize(module, X, backends=toy(LINEAR), **options)
+    cause = raised.value.__cause__
+    assert cause is not None and str(cause).splitlines()[0] in str(raised.value)
+    assert raised.value.line.startswith(line) and bool(raised.value.line) is bool(line)
 
 
 def test_float_lowered_and_compiled_are_timed() -> None:

@@ -42,7 +42,7 @@ from qompose.observers.make_observer import DerivedObserver, observer_nodes, obs
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.methods import check_methods, in_method
-from qompose.program.user_input import check_limit, iterated, run_batch
+from qompose.program.user_input import check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
 
 
@@ -231,8 +231,9 @@ def _ran(
     kept: _ResumeFile | None,
 ) -> Iterator[int]:
     """Run numbered batches, and yield the number of each that went through."""
+    run = sparing(prepared)
     for number, batch in batches:
-        run_batch(prepared, batch, transform, number)
+        run_batch(run, batch, transform, number)
         yield number
         if kept is not None:
             kept.note(prepared, number)

@@ -32,6 +32,7 @@ from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import each_method, share_constants, states_of
 from qompose.plan.operator_ids import note_regions, restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
+from qompose.program.call_signature import check_dtypes
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
 from qompose.program.disk import do_ahead, kept, spools
 from qompose.program.graph import (
@@ -225,7 +226,9 @@ def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphMo
         {owner: backend.name for owner, backend in record.backends.items()},
         record.fingerprint,
     )
-    converted = refresh(model)  # the code of the new graph, without the state that nothing reads
+    converted = refresh(
+        check_dtypes(model)
+    )  # the code of the new graph, without the state that nothing reads
     restore_written(converted, record.state)
     done = replace(
         record,

@@ -22,10 +22,10 @@ from qompose.files import draft_of
 from qompose.json_codec import jsonable
 from qompose.plan.methods import ONLY, in_method
 from qompose.plan.plan import Record
-from qompose.program.aliasing import read_before_written, written_buffers
+from qompose.program.aliasing import read_before_written, writes_to_inputs, written_buffers
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
-from qompose.program.decompositions import laid_out, order_of
+from qompose.program.graph import value_of
 from qompose.program.meta import KERNELS_TAG, tag_of
 from qompose.program.user_input import binder
 from qompose.spec.qdq import IN_ATEN
@@ -92,7 +92,7 @@ def write_package(
         package_pt2(str(draft), aoti_files=files, extra_files=described)
         runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
     return {
-        name: partial(_call, runs[name], binder(part.graph), part.signature)
+        name: called_as_exported(_with_numbers(runs[name], part.graph), part.graph)
         for name, part in parts.items()
     }
 
@@ -182,47 +182,59 @@ def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _call(
-    run: Callable[..., Any],
-    check: Callable[..., Any],
-    signature: CallSignature,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run a package, which reads the memory of its inputs as if it were that of the examples."""
-    check(*args, **kwargs)
-    if len(args) == len(signature.args):
-        args = tuple(map(_as_exported, args, signature.args))
-    known = signature.kwargs
-    return run(
-        *args, **{k: _as_exported(v, known[k]) if k in known else v for k, v in kwargs.items()}
-    )
+def _with_numbers(run: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
+    """Return what runs a package and returns numbers where the program does: a package has tensors there."""
+    results = pytree.tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0])
+    numbers = [not isinstance(value_of(r) if isinstance(r, Node) else r, Tensor) for r in results]
+    if not any(numbers):
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten(run(*args, **kwargs))
+        pairs = zip(leaves, numbers, strict=True)
+        return pytree.tree_unflatten([x.item() if number else x for x, number in pairs], tree)
+
+    return call
 
 
-def _as_exported(value: Any, example: Any) -> Any:
-    """Return a value whose tensors lie in memory as those of an example.
+def called_as_exported(run: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
+    """Return what checks the inputs of a call, and runs what was compiled of a program.
 
-    Raises:
-        UserError: a tensor has another type.
+    Compiled code is for the contiguous inputs of `call_signature`: a package reads others as if they were
+    contiguous, and `torch.compile` compiles anew for each layout. So others are copied.
     """
-    if not isinstance(value, Tensor):
-        leaves, spec = pytree.tree_flatten(value)
-        wanted = pytree.tree_leaves(example)
-        if spec.is_leaf() or len(leaves) != len(wanted):
-            return value  # a number, or what torch refuses itself
-        return pytree.tree_unflatten([*map(_as_exported, leaves, wanted)], spec)
-    if not isinstance(example, Tensor) or value.dim() != example.dim():
-        return value
-    if value.dtype is not example.dtype:
-        raise UserError(
-            f"this package expects a {example.dtype} tensor, got a {value.dtype} tensor of "
-            f"shape {tuple(value.shape)}"
-        )
-    if example.is_contiguous():
-        return value.contiguous()
-    order = order_of(example)
-    assert order is not None  # of real tensors it is known
-    return laid_out(lambda operator, *args: operator(*args), value, order)
+    check: Any = binder(graph)
+    if writes_to_inputs(graph.graph):
+        return partial(_copied_back, run, check)
+    return partial(_run, run, check.forward)  # a module's own call takes as long again
+
+
+def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    check(*args, **kwargs)
+    return run(*map(contiguous, args), **{k: contiguous(v) for k, v in kwargs.items()})
+
+
+def _copied_back(
+    run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Do what `_run` does, for a program that writes to its inputs: what was copied is copied back."""
+    check(*args, **kwargs)
+    copies = contiguous((args, kwargs))
+    result = run(*copies[0], **copies[1])
+    for value, copy in zip(*map(pytree.tree_leaves, ((args, kwargs), copies)), strict=True):
+        if isinstance(value, Tensor) and value.data_ptr() != copy.data_ptr():
+            value.detach().copy_(copy)
+    return result
+
+
+def contiguous(value: Any) -> Any:
+    """Return a value with contiguous tensors; strides of dimensions of one element, which torch.compile
+    compares too, are the usual ones.
+    """
+    if isinstance(value, Tensor):
+        dense = value.contiguous()
+        return dense.view(-1).view(dense.shape) if 1 in dense.shape else dense
+    return pytree.tree_map_only(Tensor, contiguous, value)
 
 
 def _check_state(state: Mapping[str, Tensor]) -> None:

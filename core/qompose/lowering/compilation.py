@@ -38,7 +38,14 @@ from qompose.errors import (
     near_names,
 )
 from qompose.files import place_for
-from qompose.lowering.aoti_package import SUFFIX, Part, first_line, refused, write_package
+from qompose.lowering.aoti_package import (
+    SUFFIX,
+    Part,
+    called_as_exported,
+    first_line,
+    refused,
+    write_package,
+)
 from qompose.lowering.native_code import with_or_without
 from qompose.plan.methods import ONLY, by_method, in_method
 from qompose.plan.plan import Record, record_of
@@ -105,6 +112,21 @@ class CompiledModel:
             kwargs = {name: given.pop(name) for name in list(given) if name in self._keywords}
             args = tuple(given.values())
         return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        """Return itself: the code is this process's."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "a CompiledModel cannot be pickled: its code belongs to this process. Save the lowered model "
+            '(qompose.save) and compile it after loading, or write a package with mode="package"'
+        )
 
     def __repr__(self) -> str:
         where = f", {str(self.path)!r}" if self.path else ""
@@ -427,7 +449,7 @@ def _compiled(
         except Exception as error:
             if _does_not_compile(error) or _runs(graph, signature):
                 raise refused(error) from error
-    return call
+    return called_as_exported(call, graph)
 
 
 def _mark_dynamic(lowered: GraphModule, signature: CallSignature) -> None:

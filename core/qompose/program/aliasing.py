@@ -77,6 +77,12 @@ def written_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
+def writes_to_inputs(graph: Graph) -> bool:
+    """Tell whether a program writes to the memory of an input."""
+    memory = Memory(graph)
+    return any(n.op == "placeholder" for root in memory.writers for n in memory.members[root])
+
+
 def buffers_written_by(graph: Graph) -> dict[Node, str]:
     """Return the calls that write to buffers of floats, each with the path of the buffer."""
     memory, found = Memory(graph), dict[Node, str]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -108,7 +108,11 @@ class CheckedCalls(_PyTreeCodeGen):
         self.checks = checks
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [*super().additional_globals(), ("require_input", require_input)]
+        return [
+            *super().additional_globals(),
+            ("require_input", require_input),
+            ("require_dtype", require_dtype),
+        ]
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         bindings = super().gen_var_bindings(fn_args, free_vars, expanded_def)
@@ -126,6 +130,22 @@ def check_calls(module: GraphModule) -> GraphModule:
         checks = input_checks(module.graph.find_nodes(op="placeholder"))
         module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
     return module
+
+
+def check_dtypes(module: GraphModule) -> GraphModule:
+    """Have a program's code check the types of its inputs too; return the program, to be compiled anew."""
+    codegen = module.graph._codegen
+    if isinstance(codegen, CheckedCalls):
+        dtypes = dtypes_of(module.graph.find_nodes(op="placeholder"))
+        checks = replace(codegen.checks, dtypes=dtypes)
+        module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
+    return module
+
+
+def dtypes_of(placeholders: Sequence[Node]) -> dict[int, torch.dtype]:
+    """Return the type of each input that is a tensor, by the examples of the placeholders."""
+    values = {place: value_of(n) for place, n in enumerate(placeholders) if "val" in n.meta}
+    return {place: value.dtype for place, value in values.items() if isinstance(value, Tensor)}
 
 
 Tree = Any
@@ -154,14 +174,21 @@ class InputChecks:
         shapes: of each input that is a tensor, its sizes, None for one that may vary.
         constants: each input that is a number, a text or None, by its place: it was compiled in.
         conditions: between sizes that vary.
+        dtypes: of each input that is a tensor, its type. None for programs in float, which may be trained
+            under autocast or converted to another type.
     """
 
     shapes: Mapping[int, tuple[int | None, ...]]
     constants: Mapping[int, Any]
     conditions: tuple[Tree, ...] = ()
+    dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     def lines(self, names: Sequence[str]) -> Iterator[str]:
         """Yield Python statements that check the inputs of these names."""
+        for place, dtype in self.dtypes.items():
+            name = names[place]
+            same = f"getattr({name}, 'dtype', None) is {dtype}"
+            yield f"require_dtype({same}, {name}, {name!r}, {dtype})"
         for place, sizes in self.shapes.items():
             wanted = ", ".join("any" if size is None else str(size) for size in sizes)
             for condition in _on_sizes(names[place], sizes):
@@ -259,6 +286,19 @@ def require_input(holds: Any, value: object, name: str, wanted: str) -> None:
     # A tensor where there was to be a number was compared element by element.
     if isinstance(holds, Tensor) or not holds:
         raise InputError(name, _described(value), wanted)
+
+
+def require_dtype(holds: bool, value: object, name: str, dtype: torch.dtype) -> None:
+    """Raise an error where an input is not a tensor of a type; otherwise as `require_input`.
+
+    Raises:
+        InputError: it is not.
+    """
+    if holds or isinstance(value, Proxy):
+        return
+    given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    remedy = f"Pass torch.as_tensor({name}, dtype={dtype})"
+    raise InputError(name, given, f"a {dtype} tensor", remedy)
 
 
 def _described(value: object) -> str:

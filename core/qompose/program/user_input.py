@@ -22,6 +22,7 @@ from qompose.errors import (
     StageError,
     UserError,
 )
+from qompose.program.aliasing import writes_to_inputs
 from qompose.program.call_signature import check_calls
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import copy_graph_module, pytree_info, replace_nested, set_attribute
@@ -263,8 +264,27 @@ def describe(batch: Any) -> str:
     return type(batch).__name__
 
 
+def sparing(program: GraphModule) -> Callable[..., Any]:
+    """Return what runs a program and leaves its inputs as they are: on copies, if it writes to them."""
+    return _OnCopies(program) if writes_to_inputs(program.graph) else program
+
+
+class _OnCopies:
+    """Runs a program on copies of its inputs."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self._program, self.graph = program, program.graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        return self._program(*args, **kwargs)
+
+
 def binder(program: GraphModule) -> Callable[..., list[Any]]:
-    """Return what takes a program's arguments and returns the value of each of its placeholders."""
+    """Return what takes a program's arguments and returns the value of each of its placeholders.
+
+    Those are copies, if the program writes to its inputs.
+    """
     graph = Graph()
     graph._codegen = copy.copy(program.graph._codegen)
     placeholders: list[Node] = []
@@ -274,5 +294,5 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
     info = pytree_info(graph)
     if info is not None:
         graph._codegen.pytree_info = info._replace(out_spec=None)  # type: ignore[attr-defined]
-    bound: Callable[..., list[Any]] = GraphModule({}, graph)
-    return bound
+    bound = GraphModule({}, graph)
+    return _OnCopies(bound) if writes_to_inputs(program.graph) else bound

@@ -42,7 +42,7 @@ from qompose.json_codec import (
 )
 from qompose.observers.config import ALGORITHM
 from qompose.plan.plan import Record
-from qompose.program.call_signature import CheckedCalls, input_checks, read_tree
+from qompose.program.call_signature import CheckedCalls, dtypes_of, input_checks, read_tree
 from qompose.program.graph import get_attribute, pytree_info
 from qompose.program.meta import CUSTOM_KEY
 from qompose.spec import qdq as _registers  # noqa: F401 - registers the operators
@@ -274,7 +274,8 @@ def _decode_call(data: Mapping[str, Any] | None, placeholders: Sequence[Node]) -
         _quotable(name)
     # Not what export assumed of these examples: reading them may have added to that.
     conditions = tuple(read_tree(tree, len(placeholders)) for tree in data["conditions"])
-    checks = replace(input_checks(placeholders), conditions=conditions)
+    dtypes = dtypes_of(placeholders)
+    checks = replace(input_checks(placeholders), conditions=conditions, dtypes=dtypes)
     return CheckedCalls(_PyTreeInfo(list(data["names"]), inputs, outputs), checks)
 
 

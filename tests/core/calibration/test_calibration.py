@@ -371,3 +371,19 @@ def test_a_loop_without_an_iteration_is_idle() -> None:
     assert [where in tensor for tensor in idle(prepared)] == [True] * 2
     prepared(x, times.clamp(min=1))
     qompose.convert_pt2e(prepared)
+
+
+def test_batches_are_as_they_were_though_the_program_writes_to_them() -> None:
+    layers = {"first": nn.Linear(3, 4), "second": nn.Linear(4, 4)}
+    module = seeded(Model(lambda m, x: m.second(m.first(x.mul_(2))), **layers))
+    batches = [randn(2, 3, seed=seed) for seed in range(3)]
+    kept = [batch.clone() for batch in batches]
+    result = qompose.quantize(module, batches[0], backends=toy(LINEAR), calibration=batches)
+    comparison = qompose.compare(result.exported, result.model, batches)
+    prepared = qompose.prepare_pt2e(result.exported, toy(LINEAR))
+    qompose.sensitivity(qompose.calibrate(prepared, batches), batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whatever is slower
+        result.benchmark(batches[0], seconds=0.001)
+    assert all(map(torch.equal, batches, kept))
+    assert min(row.sqnr for row in comparison.rows) > 20, "each program had inputs of its own"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,14 @@ import qompose
 import torch
 from qompose import UserError
 from qompose.backend import Finished, Target
-from qompose.errors import CompilationError, ConfigError, MemberError, StageError, TargetError
+from qompose.errors import (
+    CompilationError,
+    ConfigError,
+    InputError,
+    MemberError,
+    StageError,
+    TargetError,
+)
 from qompose.lowering import compilation
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -65,6 +74,32 @@ def test_names_keywords_and_sizes_are_those_of_the_model_and_compile_once() -> N
         compiled(X, factor=factor, scale=1)
 
 
+def test_no_layout_or_type_of_an_input_compiles_anew() -> None:
+    model, factor = lowered_net(), torch.tensor(3.0)
+    compiled = qompose.compile_lowered(model)
+    graphs = counters["stats"]["unique_graphs"]
+    for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X[:1].expand(6, 3)):
+        expected = model(x, factor=factor)["y"]
+        torch.testing.assert_close(compiled(x, factor=factor)["y"], expected)
+    for wrong in (X.double(), X.half(), X.numpy(), X.tolist()):
+        for form in (model, compiled):
+            with pytest.raises(InputError, match=r"torch\.float32") as refused:
+                form(wrong, factor=factor)
+            assert refused.value.name == "x"
+    assert counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def test_what_a_program_writes_to_an_input_arrives_whatever_its_layout() -> None:
+    writer = Model(lambda m, x: m.linear(x.mul_(2)), linear=nn.Linear(3, 4))
+    model = lowered(writer, X.clone())
+    compiled = qompose.compile_lowered(model)
+    for x in (X.clone(), X.t().contiguous().t()):
+        given = x.clone()
+        expected = model(given)
+        torch.testing.assert_close(compiled(x), expected)
+        assert torch.equal(x, given) and not torch.equal(x, X)
+
+
 @pytest.mark.full
 def test_max_autotune() -> None:
     model = lowered(nn.Linear(3, 4))
@@ -92,6 +127,13 @@ def test_converting_the_lowered_model_leaves_the_compiled_one() -> None:
     assert model.bias.dtype is torch.float64
     torch.testing.assert_close(compiled(X), expected)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_code_is_not_pickled_and_copies_share_it() -> None:
+    compiled = qompose.compile_lowered(lowered(nn.Linear(3, 4)))
+    with pytest.raises(UserError, match=r"qompose\.save"):
+        pickle.dumps(compiled)
+    assert copy.deepcopy(compiled) is compiled
 
 
 def test_a_program_that_cannot_run_on_zeros_is_compiled_on_the_first_call() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch._inductor.package.package
 from qompose import UserError
 from qompose.errors import CompilationError, InputError
-from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported, _described
+from qompose.lowering.aoti_package import TORCH_NAMESPACES, _described, contiguous
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -96,24 +96,36 @@ def test_inputs_of_another_layout_type_or_shape(model: GraphModule, compiled: An
     factor = torch.tensor(3.0)
     for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X.expand(6, 3)):
         torch.testing.assert_close(compiled(x, factor=factor), model(X, factor=factor))
-    with pytest.raises(UserError, match=r"torch\.float32.*torch\.float64"):
+    with pytest.raises(InputError, match=r"torch\.float64.*torch\.float32"):
         compiled(X.double(), factor=factor)
-    with pytest.raises(UserError, match=r"torch\.int64"):
+    with pytest.raises(InputError, match=r"torch\.int64"):
         compiled(X, factor=torch.tensor(3))
     for x in (X[:, :2], randn(65, 3)):  # which it would run
         with pytest.raises(InputError):
             compiled(x, factor=factor)
 
 
+@pytest.mark.full
+def test_numbers_among_the_results_are_numbers() -> None:
+    module = Model(
+        lambda m, x: {"y": m.linear(x), "n": 3, "rows": x.shape[0]}, linear=nn.Linear(3, 4)
+    )
+    rows = {0: torch.export.Dim("rows")}
+    program = export(seeded(module), X, dynamic_shapes=(rows,))
+    result = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
+    found = qompose.compile_lowered(result, "package")(X[:2])
+    assert (found["n"], found["rows"]) == (3, 2) and type(found["n"]) is type(found["rows"]) is int
+
+
 def test_layouts_of_inputs_within_containers() -> None:
-    """Those of examples that are no plain tensors, or lie in another order themselves."""
-    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    example = {"a": [image, torch.zeros(3)], "b": 5}
-    given = {"a": [image.contiguous(), torch.zeros(6)[::2]], "b": 5}
-    placed = _as_exported(given, example)
-    assert torch.equal(placed["a"][0], image) and placed["a"][0].stride() == image.stride()
-    assert placed["a"][1].is_contiguous() and placed["b"] == 5
-    assert _as_exported([image], example) == [image], "torch refuses it, and says how"
+    image = torch.randn(2, 1, 4, 5).contiguous(memory_format=torch.channels_last)
+    given = {"a": [image, torch.zeros(6)[::2]], "b": 5}
+    placed = contiguous(given)
+    assert torch.equal(placed["a"][0], image)
+    assert placed["a"][0].stride() == (20, 20, 5, 1), (
+        "of one channel, too, which torch.compile compares"
+    )
+    assert placed["a"][1].stride() == (1,) and placed["b"] == 5
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(

@@ -98,7 +98,8 @@ def uncompiled(reference: Callable[..., Any]) -> Callable[..., Any]:
 def warn_uncompiled() -> None:
     """Warn of an operator that runs in a graph that was not compiled, or compiled without the C++."""
     warnings.warn(
-        "An operator in compiled code falls back to torch operators, exact but slow. Do not "
-        "change the compiler option cpp_wrapper, which qompose.compile_lowered sets",
+        "An operator in compiled code falls back to torch operators, exact but slow: torch stopped "
+        "compiling the program for new kinds of inputs (torch._dynamo.config.recompile_limit), or "
+        "options= changed cpp_wrapper, which qompose.compile_lowered sets",
         stacklevel=3,
     )

@@ -61,7 +61,10 @@ class Product(NamedTuple):
         if self.w_scale.dtype != torch.float32 or self.w_scale.shape != self.weight.shape[:1]:
             expected = f"float32 {tuple(self.weight.shape[:1])}"
             given = f"{self.w_scale.dtype} {tuple(self.w_scale.shape)}"
-            raise ValueError(f"{NAMESPACE}::{operator}: w_scale must be {expected}, got {given}")
+            raise ValueError(
+                f"{NAMESPACE}::{operator}: w_scale must be {expected}, got {given}. Quantized models "
+                "keep their types: do not call half() or to(dtype) on them"
+            )
         if geometry is None:
             check_matrices(operator, self.x, self.weight)
         else:
