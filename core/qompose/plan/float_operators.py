@@ -7,10 +7,8 @@ not from one iteration of a loop to the next: an operator would read its own res
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import getitem
 from typing import Any, cast
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.plan.plan import Operator, Rewrite
+from qompose.program.aten_operators import graphs_inside, macs, steps_of
 from qompose.program.control_flow import (
     LAYOUTS,
     bodies_of,
@@ -27,12 +26,9 @@ from qompose.program.control_flow import (
     nodes_in,
     operands_of,
 )
-from qompose.program.decompositions import known_as
 from qompose.program.disk import stored_size
 from qompose.program.graph import (
     address_of,
-    constant_of,
-    get_attribute,
     module_path,
     operator_name,
     value_of,
@@ -199,7 +195,7 @@ NOBODY = "no rule claims it"
 
 
 def _why_not(node: Node) -> str:
-    return "the operators inside it are not visited" if _nested(node) else NOBODY
+    return "the operators inside it are not visited" if graphs_inside(node) else NOBODY
 
 
 def _computes_floats(node: Node, made: Container[str]) -> bool:
@@ -219,33 +215,6 @@ def reasons_of(composition: Composition) -> dict[str, str]:
     return reasons
 
 
-def macs(node: Node) -> int:
-    """Return the multiply-accumulates of one call: products, convolutions, attention, recurrence; else 0.
-
-    A control-flow operator counts what is inside it: every branch, and a loop once for each of its steps.
-    """
-    count = _MACS.get(known_as(node))
-    if count is None:
-        inside = sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
-        return inside * steps_of(node)
-    return int(count(node)) if all(map(_is_known, (node, *node.all_input_nodes))) else 0
-
-
-def _is_known(node: Node) -> bool:
-    """Tell whether a value's shape is known: a quantizer's transform may have recorded none."""
-    return value_of(node) is not None or constant_of(node) is not None
-
-
-def steps_of(call: Node) -> int:
-    """Return how often a call runs its bodies: along the first dimension of what it cuts into slices.
-
-    A while_loop runs as often as its data say; it counts as one pass.
-    """
-    place = LAYOUTS[call.target].slices if is_nested_call(call) else None
-    sliced: Any = () if place is None else call.args[place]
-    return max((_shape(operand)[0] for operand in sliced), default=1)
-
-
 def _passes(program: GraphModule) -> dict[Graph, int]:
     """Return how often one call of a program runs each of its graphs."""
     passes = {program.graph: 1}
@@ -254,88 +223,6 @@ def _passes(program: GraphModule) -> dict[Graph, int]:
             for body in bodies_of(node):
                 passes[body.graph] = passes[part.graph] * steps_of(node)
     return passes
-
-
-def _nested(node: Node) -> list[Graph]:
-    """Return the graphs that a control-flow operator calls."""
-    module = node.graph.owning_module
-    targets = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
-    found = [get_attribute(module, target) for target in targets] if module is not None else []
-    return [value.graph for value in found if isinstance(value, GraphModule)]
-
-
-def _shape(node: Any) -> list[int]:
-    value = value_of(node)
-    value = constant_of(node) if value is None else value
-    sizes: list[Any] = list(getattr(value, "shape", ()))
-    # A size that depends on data, as of nonzero, has no example: it counts as one.
-    return [(s.node.hint or 1) if isinstance(s, torch.SymInt) else int(s) for s in sizes]
-
-
-def _linear(node: Node) -> int:
-    return math.prod(_shape(node)) * _shape(node.args[1])[1]
-
-
-def _convolution(node: Node) -> int:
-    return math.prod(_shape(node)) * math.prod(_shape(node.args[1])[1:])
-
-
-def _transposed(node: Node) -> int:
-    return math.prod(_shape(node.args[0])) * math.prod(_shape(node.args[1])[1:])
-
-
-def _product(node: Node, first: int = 0) -> int:
-    return math.prod(_shape(node)) * _shape(node.args[first])[-1]
-
-
-def _grouped(node: Node) -> int:
-    """Each row is multiplied by the matrix of its group; or groups of columns by groups of rows."""
-    groups_inside = len(_shape(node.args[0])) == len(_shape(node.args[1])) == 2
-    return _product(node) // (_shape(node)[0] if groups_inside else 1)
-
-
-def _attention(node: Node) -> int:
-    *batch, queries, values = _shape(node)
-    keys, width = _shape(node.args[1])[-2:]
-    return math.prod(batch) * queries * keys * (width + values)
-
-
-def _recurrent(node: Node) -> int:
-    """Every step of every sequence multiplies by each matrix once."""
-    listed = node.args[2]  # those of a cell are arguments of their own
-    sizes = [_shape(p) for p in (listed if isinstance(listed, (tuple, list)) else node.args[2:4])]
-    positions = math.prod(_shape(node.args[0])[:-1])
-    return positions * sum(math.prod(size) for size in sizes if len(size) == 2)
-
-
-_MACS: dict[Any, Callable[[Node], int]] = {
-    aten.linear.default: _linear,
-    **dict.fromkeys(
-        [
-            getattr(packet, overload)
-            for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
-            for overload in ("default", "padding")
-        ],
-        _convolution,
-    ),
-    aten.conv_transpose1d.default: _transposed,
-    aten.conv_transpose2d.input: _transposed,
-    aten.conv_transpose3d.input: _transposed,
-    aten.matmul.default: _product,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten._grouped_mm.default: _grouped,
-    aten.addmm.default: partial(_product, first=1),
-    aten.scaled_dot_product_attention.default: _attention,
-    **dict.fromkeys(
-        [
-            operator
-            for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-            for operator in (getattr(aten, kind).input, getattr(aten, f"{kind}_cell").default)
-        ],
-        _recurrent,
-    ),
-}
 
 
 def state_bytes(module: nn.Module, *, in_file: bool = False) -> int:

@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Node
 
 from qompose.algorithms import algorithms_of
 from qompose.errors import MemberError, UserError, blaming, first_of, locating
-from qompose.plan.float_operators import macs, reasons_of
+from qompose.plan.float_operators import reasons_of
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, earlier_regions
 from qompose.plan.plan import Rewrite
+from qompose.program.aten_operators import macs
 from qompose.program.changes import (
     KeptNames,
     SignatureError,
@@ -225,21 +226,14 @@ def _composed(
         norms: shows what was folded for training, and is not folded yet where other engines ask.
         before: operators that were quantized before the program was exported.
     """
-    result = Composition()
-    bodies = body_labels(model)
+    labels = body_labels(model)
     asked: list[tuple[str, Propose]] = []
     for label, member in members.items():
         refused = dict.fromkeys(unfolded, _UNFOLDED) if member.expects_folded else {}
         propose = _without(member.propose, refused | dict.fromkeys(before, QUANTIZED_BEFORE))
         asked.append((label, _shown_norms(member, propose, norms)))
-    for part in graphs_in(model):
-        with locating(bodies.get(part.graph, "")):
-            composition = compose_claims(part, asked, on_conflict)
-        result.chosen += composition.chosen
-        result.conflicts += composition.conflicts
-        result.rejections += composition.rejections
-        result.notes += [note for note in composition.notes if note not in result.notes]
-    return result
+    bodies = {part: labels.get(part.graph, "") for part in graphs_in(model) if part is not model}
+    return compose_claims(model, asked, on_conflict, bodies)
 
 
 _UNFOLDED = "it does not claim it with the batch norm folded"

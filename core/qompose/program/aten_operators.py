@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What aten operators are: which preserve values, and which function or module they come from.
+"""What aten operators are: which preserve values, how much each multiplies, and where it comes from.
 
 Where an operator only moves values, `op(quantize(x)) == quantize(op(x))` for any parameters: input and
 output have one scale, and the operator may run on the integers. The same holds where it selects by
@@ -33,16 +33,19 @@ of all modules: export does not record theirs. Methods cannot be told from Pytho
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qompose.errors import SelectorError
-from qompose.program.control_flow import graphs_in
-from qompose.program.graph import constant_of, module_stack
+from qompose.program.control_flow import LAYOUTS, graphs_in, is_nested_call
+from qompose.program.decompositions import known_as
+from qompose.program.graph import constant_of, get_attribute, module_stack, value_of
 
 aten = torch.ops.aten
 VALUE_PRESERVING = frozenset(
@@ -428,3 +431,112 @@ def _is_exported_as(function: Any, target: Any) -> bool:
         return getattr(target, "overloadpacket", None) in aten_operators(function)
     except SelectorError:
         return False
+
+
+def macs(node: Node) -> int:
+    """Return the multiply-accumulates of one call: products, convolutions, attention, recurrence; else 0.
+
+    A control-flow operator counts what is inside it: every branch, and a loop once for each of its steps.
+    """
+    count = _MACS.get(known_as(node))
+    if count is None:
+        inside = sum(macs(inner) for graph in graphs_inside(node) for inner in graph.nodes)
+        return inside * steps_of(node)
+    return int(count(node)) if all(map(_is_known, (node, *node.all_input_nodes))) else 0
+
+
+def _is_known(node: Node) -> bool:
+    """Tell whether a value's shape is known: a quantizer's transform may have recorded none."""
+    return value_of(node) is not None or constant_of(node) is not None
+
+
+def steps_of(call: Node) -> int:
+    """Return how often a call runs its bodies: along the first dimension of what it cuts into slices.
+
+    A while_loop runs as often as its data say; it counts as one pass.
+    """
+    place = LAYOUTS[call.target].slices if is_nested_call(call) else None
+    sliced: Any = () if place is None else call.args[place]
+    return max((_shape(operand)[0] for operand in sliced), default=1)
+
+
+def graphs_inside(node: Node) -> list[Graph]:
+    """Return the graphs that a control-flow operator calls."""
+    module = node.graph.owning_module
+    targets = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    found = [get_attribute(module, target) for target in targets] if module is not None else []
+    return [value.graph for value in found if isinstance(value, GraphModule)]
+
+
+def _shape(node: Any) -> list[int]:
+    value = value_of(node)
+    value = constant_of(node) if value is None else value
+    sizes: list[Any] = list(getattr(value, "shape", ()))
+    # A size that depends on data, as of nonzero, has no example: it counts as one.
+    return [(s.node.hint or 1) if isinstance(s, torch.SymInt) else int(s) for s in sizes]
+
+
+def _linear(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[1])[1]
+
+
+def _convolution(node: Node) -> int:
+    return math.prod(_shape(node)) * math.prod(_shape(node.args[1])[1:])
+
+
+def _transposed(node: Node) -> int:
+    return math.prod(_shape(node.args[0])) * math.prod(_shape(node.args[1])[1:])
+
+
+def _product(node: Node, first: int = 0) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[first])[-1]
+
+
+def _grouped(node: Node) -> int:
+    """Each row is multiplied by the matrix of its group; or groups of columns by groups of rows."""
+    groups_inside = len(_shape(node.args[0])) == len(_shape(node.args[1])) == 2
+    return _product(node) // (_shape(node)[0] if groups_inside else 1)
+
+
+def _attention(node: Node) -> int:
+    *batch, queries, values = _shape(node)
+    keys, width = _shape(node.args[1])[-2:]
+    return math.prod(batch) * queries * keys * (width + values)
+
+
+def _recurrent(node: Node) -> int:
+    """Every step of every sequence multiplies by each matrix once."""
+    listed = node.args[2]  # those of a cell are arguments of their own
+    sizes = [_shape(p) for p in (listed if isinstance(listed, (tuple, list)) else node.args[2:4])]
+    positions = math.prod(_shape(node.args[0])[:-1])
+    return positions * sum(math.prod(size) for size in sizes if len(size) == 2)
+
+
+_MACS: dict[Any, Callable[[Node], int]] = {
+    aten.linear.default: _linear,
+    **dict.fromkeys(
+        [
+            getattr(packet, overload)
+            for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
+            for overload in ("default", "padding")
+        ],
+        _convolution,
+    ),
+    aten.conv_transpose1d.default: _transposed,
+    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose3d.input: _transposed,
+    aten.matmul.default: _product,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten._grouped_mm.default: _grouped,
+    aten.addmm.default: partial(_product, first=1),
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(
+        [
+            operator
+            for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+            for operator in (getattr(aten, kind).input, getattr(aten, f"{kind}_cell").default)
+        ],
+        _recurrent,
+    ),
+}

@@ -5,17 +5,27 @@ A claim loses as a whole when one of its nodes is taken; a shorter rule then win
 (member, rule), so order is priority. Claims that apply only behind quantized tensors are decided after the
 others of their member, in graph order, and again once the later members have been heard. Of chosen claims
 that refer to claims which lost, what they shared they inherit, and what they derived falls.
+
+An island is a set of claims, joined by integers, on operators that multiply nothing, with float all around
+it: quantized, it would be slower and less exact. It stays in float, unless a selector asked for one of them
+by more than `set_global`, or no rule speaks of any product, so that such operators are all there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from qompose.errors import AnnotationConflictError, ContestedRegionError
+from qompose.errors import AnnotationConflictError, ContestedRegionError, locating
+from qompose.program.aliasing import DisjointSets
+from qompose.program.aten_operators import macs
 from qompose.program.control_flow import nodes_in
 from qompose.program.meta import mark
 from qompose.program.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
@@ -33,21 +43,52 @@ from qompose.spec.claim import (
     Rejection,
     reasons_of_dependents,
 )
+from qompose.spec.qdq import is_of_quantization
 from qompose.spec.quantization_spec import integer_range_key
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 _UNREAD = "it only passes values on, and no quantized operator reads them"
 _WAITED = "its input is not quantized"
+_ISLAND = (
+    "its inputs and readers are in float, so int8 would only add rounding; a selector of its own"
+    "{example} quantizes it anyway"
+)
+_FLOATS = ("dynamic", "weight-only")  # modes in which kernels take and give floats
 
 
 def compose_claims(
-    model: GraphModule, members: Iterable[tuple[str, Propose]], on_conflict: str = PRIORITY
+    program: GraphModule,
+    members: Sequence[tuple[str, Propose]],
+    on_conflict: str = PRIORITY,
+    bodies: Mapping[GraphModule, str] = MappingProxyType({}),
 ) -> Composition:
     """Ask each (label, propose) in order of priority and decide; mark operators of chosen claims, in place.
+
+    Args:
+        bodies: those of the program that are asked about with it, and what errors call them.
 
     Raises:
         AnnotationConflictError: a member that annotates changed what an earlier one had annotated.
     """
+    arbiters, result = [_heard(program, members, on_conflict)], Composition()
+    for body, place in bodies.items():
+        with locating(place):
+            arbiters.append(_heard(body, members, on_conflict))
+    multiplies = any(arbiter.speaks_of_products() for arbiter in arbiters)
+    for arbiter in arbiters:
+        while multiplies and (islands := arbiter.islands()):
+            arbiter.leave_in_float(islands)
+        result.chosen += arbiter.result.chosen
+        result.conflicts += arbiter.result.conflicts
+        result.rejections += arbiter.result.rejections
+        result.notes += [note for note in arbiter.result.notes if note not in result.notes]
+    return result
+
+
+def _heard(
+    model: GraphModule, members: Iterable[tuple[str, Propose]], on_conflict: str
+) -> _Arbiter:
+    """Return what members want of one graph, decided but for islands."""
     arbiter = _Arbiter(model)
     for label, propose in members:
         arbiter.heard.append(label)
@@ -59,10 +100,8 @@ def compose_claims(
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
     arbiter.refuse_what_nobody_reads()
-    arbiter.drop_orphans()
-    arbiter.result.chosen = inherit_specs(arbiter.result.chosen, arbiter.fallen)
-    arbiter.drop_orphans()  # what was inherited may be derived, too
-    return arbiter.result
+    arbiter.settle_references()
+    return arbiter
 
 
 def _asked(
@@ -77,14 +116,15 @@ def _asked(
 class _Arbiter:
     def __init__(self, model: GraphModule) -> None:
         self.model = model
-        self.position = {node.name: i for i, node in enumerate(model.graph.nodes)}
-        self.values = {n.name: n for n in model.graph.nodes if n.op != "call_function"}
+        self.nodes = {node.name: node for node in model.graph.nodes}
+        self.position = {name: i for i, name in enumerate(self.nodes)}
+        self.values = {k: n for k, n in self.nodes.items() if n.op != "call_function"}
         self.result = Composition()
         self.taken: dict[str, Claim] = {}
         self.quantized: dict[str, set[str]] = {}  # value name -> owners for whom it is quantized
         self.waiting: list[Claim] = []
         self.lost: list[Claim] = []
-        self.withdrawn: list[Claim] = []  # never decided about
+        self.withdrawn: list[Claim] = []  # not decided about, or not again
         self.heard: list[str] = []  # members so far, in order of priority
 
     @property
@@ -236,6 +276,61 @@ class _Arbiter:
                 self.lost.append(claim)
                 self._reject(claim, _UNREAD)
 
+    def speaks_of_products(self) -> bool:
+        """Tell whether a rule, or another quantizer, has anything to say of an operator that multiplies."""
+        products = {node.name for node in self.model.graph.nodes if macs(node)}
+        regions = [claim.nodes for claim in self.result.chosen]
+        regions += [rejection.nodes for rejection in self.result.rejections if rejection.rule]
+        return not all(map(products.isdisjoint, regions))
+
+    def islands(self) -> list[Claim]:
+        """Return the claims beside which nobody gives or takes integers but others of the kind."""
+        joined, chosen = self._joined(), self.result.chosen
+        kept = {
+            joined.find(number)
+            for number, claim in enumerate(chosen)
+            if not claim.needs_neighbor or self._meets_integers(claim)
+        }
+        return [claim for number, claim in enumerate(chosen) if joined.find(number) not in kept]
+
+    def _joined(self) -> DisjointSets[int]:
+        """Return the chosen claims, by number, in sets between which no integers go."""
+        chosen = self.result.chosen
+        inside = {n: i for i, c in enumerate(chosen) if c.mode not in _FLOATS for n in c.nodes}
+        points = {spec.point: i for i, claim in enumerate(chosen) for spec in claim.specs}
+        joined = DisjointSets(range(len(chosen)))
+        for name, number in inside.items():
+            for source in map(_computed_by, self.nodes[name].all_input_nodes):
+                joined.join(number, inside.get(source.name, number))
+        for number, claim in enumerate(chosen):
+            for reference in (r for spec in claim.specs for r in spec.references):
+                joined.join(number, points.get(reference, number))
+        return joined
+
+    def _meets_integers(self, claim: Claim) -> bool:
+        """Tell whether what stands next to a claim was quantized before the program was exported."""
+        nodes = [self.nodes[name] for name in claim.nodes]
+        around = chain.from_iterable((*node.all_input_nodes, *node.users) for node in nodes)
+        return any(map(is_of_quantization, around))
+
+    def leave_in_float(self, islands: Sequence[Claim]) -> None:
+        """Let claims fall that are of no use, and decide again about those that lost to them."""
+        for claim in islands:
+            target = self.nodes[claim.anchor].target
+            known = isinstance(target, OpOverload)
+            example = f", such as set_operator_type(torch.ops.{target}, config)," if known else ""
+            self._reject(claim, _ISLAND.format(example=example), Kind.WAITED)
+        self._release(islands)
+        self.withdrawn += islands
+        self.settle_references()
+
+    def settle_references(self) -> None:
+        """Let what refers to claims that lost inherit or fall."""
+        self.drop_orphans()
+        self.result.chosen = inherit_specs(self.result.chosen, self.fallen)
+        self.taken = {name: claim for claim in self.result.chosen for name in claim.nodes}
+        self.drop_orphans()  # what was inherited may be derived, too
+
     def drop_orphans(self) -> None:
         """Drop what is derived from specifications of claims that lost.
 
@@ -259,6 +354,10 @@ class _Arbiter:
                 self._reject(claim, reasons[claim.specs[0].point])
         if fallen:
             self._release(fallen)
+            self.lost += fallen
+            for claim in fallen:
+                for winner in self._winners(claim):
+                    self._record_loss(winner, claim)
 
     def _release(self, fallen: Sequence[Claim]) -> None:
         """Take their places from claims, and decide again about those that lost these."""
@@ -271,10 +370,6 @@ class _Arbiter:
         ]
         again = self._again(lambda claim: not free.isdisjoint(claim.nodes), self._decide)
         self._again(lambda c: c.owner in again and c.nodes[0] in self.values, self._decide_idle)
-        self.lost += fallen
-        for claim in fallen:
-            for winner in self._winners(claim):
-                self._record_loss(winner, claim)
 
     def _again(
         self, concerned: Callable[[Claim], bool], decide: Callable[[Claim], None]
@@ -298,6 +393,11 @@ class _Arbiter:
             decide(claim)
             owners.add(claim.owner)
         return owners
+
+
+def _computed_by(value: Node) -> Node:
+    """Return the operator that computes a value, for one of several results the one that has them all."""
+    return value.args[0] if value.target is getitem else value  # type: ignore[return-value]
 
 
 def given(claim: Claim) -> set[str]:

@@ -18,7 +18,15 @@ from qompose.backend.pattern import Match, OperatorIndex, OperatorPattern, Patte
 from qompose.backend.rule import STATIC, Rule, naming
 from qompose.errors import ConfigError, blaming
 from qompose.program.aliasing import Memory, buffers_written_by, unsafe_values, why_not_alone
-from qompose.program.graph import constant_of, describe, is_quantizable, operator_name, value_of
+from qompose.program.aten_operators import macs
+from qompose.program.graph import (
+    constant_of,
+    describe,
+    is_quantizable,
+    operator_name,
+    owner_of,
+    value_of,
+)
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
     AddedBias,
@@ -33,7 +41,7 @@ from qompose.spec.claim import (
 )
 from qompose.spec.qparams import full_blocks
 from qompose.spec.quantization_spec import QuantizationConfig
-from qompose.spec.selectors import Selection
+from qompose.spec.selectors import GLOBAL, Selection
 
 
 def propose_rules(
@@ -231,6 +239,7 @@ def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
     return f"no pattern of {known} matches here, where its output goes to {users}"
 
 
+_LEAST, _SHARE = 1024, 0.01  # of a table's numbers, as of positions, and among all of the model
 _FEW = 16  # patterns: capturing one takes up to 0.2 s
 _NO_RULE = 3  # distance: what a rule says tells more
 _UNSELECTED = "no selector gives it a configuration (set_global applies to all operators)"
@@ -356,11 +365,23 @@ class _Fit:
             needs_quantized=self._needs(),
             needs_all=rule.condition != "any",
             needs_reader=rule.carries,
+            needs_neighbor=selector == GLOBAL and not self._gains_alone(),
             product=self._product(),
             bias=self._added_bias(),
             algorithms=(config.algorithms or ()) if rule.weight else (),
             unasked=config.unasked if rule.weight else (),
         )
+
+    def _gains_alone(self) -> bool:
+        """Tell whether integers are of use here though all around is in float: to multiply, or to hold."""
+        rule, mode = self.rule, self.rule.mode_of_claims(self.config)
+        if mode != STATIC or rule.weight or rule.state or any(map(macs, self.match.nodes)):
+            return True
+        read = [node for name in rule.activations for node in self.match.tensors(name)]
+        constants = {id(c): c.numel() for c in map(constant_of, read) if c is not None}
+        owner = owner_of(self.match.output)
+        state = sum(tensor.numel() for tensor in (*owner.parameters(), *owner.buffers()))
+        return sum(constants.values()) > max(_LEAST, _SHARE * state)
 
     def _added_bias(self) -> AddedBias | None:
         """Return the bias that the rule's kernel adds as an integer, if it is a parameter."""

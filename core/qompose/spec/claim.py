@@ -148,7 +148,8 @@ class Claim:
     `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
     least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
-    claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
+    claim reads its output as integers; with `needs_neighbor`, where one next to it, or behind others of the
+    kind, gives or takes integers for a reason of its own. `mode` is "static", "dynamic" or "weight-only".
     `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
     adds a bias as an integer. `algorithms` are those that the configuration asks for, of a rule with a
     weight; `unasked` are the words of those that are made where they help, since it says nothing of them.
@@ -168,6 +169,7 @@ class Claim:
     needs_quantized: tuple[str, ...] = ()
     needs_all: bool = True
     needs_reader: bool = False
+    needs_neighbor: bool = False
     product: Product | None = None
     bias: AddedBias | None = None
     algorithms: tuple[AlgorithmChoice, ...] = ()

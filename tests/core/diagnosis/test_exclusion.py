@@ -73,7 +73,10 @@ def test_selectors_pick_one_operator(config: Any) -> None:
         quantized = {o.name for o in plan.operators if o.claim is not None}
         before = {o.name for o in plan_of(prepared).operators if o.claim is not None}
         assert before - quantized == {*row.operators, *site.others}
-        assert site.others == ()
+        # What reads the last linear has float all around it then.
+        assert site.others == (
+            ("add_1", "sigmoid") if config is PER_TENSOR and row.name == "linear_5" else ()
+        )
 
 
 def test_settings_of_single_calls_are_not_outdone() -> None:

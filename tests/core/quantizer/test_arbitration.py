@@ -29,6 +29,7 @@ from tests.core.toy import (
     INT8,
     LINEAR,
     RELU,
+    STATIC,
     VIEW,
     Call,
     Model,
@@ -229,7 +230,11 @@ REMAINING = {
         [toy(ADD, name="sums"), toy(*CONV_RULES)], {"add": ("add",), "conv": ("conv2d",)},
     ),
     "a shorter one where the relu is taken": (
-        [toy(RELU, name="relus"), toy(*CONV_RULES)], {"relu": ("relu",), "conv": ("conv2d",)},
+        [
+            toy(RELU, name="relus").set_operator_type(torch.relu, STATIC),  # else it is an island
+            toy(*CONV_RULES),
+        ],
+        {"relu": ("relu",), "conv": ("conv2d",)},
     ),
     "nothing is left for the second": (
         [toy(*CONV_RULES), toy(ADD, RELU, name="sums")],

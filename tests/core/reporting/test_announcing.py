@@ -19,6 +19,7 @@ from tests.core.toy import (
     INT8,
     LINEAR,
     SIGMOID,
+    STATIC,
     Annotator,
     Model,
     annotate,
@@ -90,7 +91,8 @@ class TestWarnings:
     def test_what_conversion_dropped_was_not_lowered_either(self) -> None:
         """One input holds masks, so the claim on what reads it is not followed."""
         gated = Model(lambda m, x, mask: m.linear(x) + torch.sigmoid(mask), linear=nn.Linear(3, 3))
-        prepared = prepare(export(seeded(gated), X, X.clone()), toy(LINEAR, SIGMOID))
+        quantizer = toy(LINEAR, SIGMOID).set_operator_type(torch.sigmoid, STATIC)
+        prepared = prepare(export(seeded(gated), X, X.clone()), quantizer)
         prepared(X, torch.full_like(X, -torch.inf))
         converted = qompose.convert_pt2e(prepared)
         with pytest.warns(QomposeWarning) as caught:
