@@ -226,9 +226,8 @@ def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphMo
         {owner: backend.name for owner, backend in record.backends.items()},
         record.fingerprint,
     )
-    converted = refresh(
-        check_dtypes(model)
-    )  # the code of the new graph, without the state that nothing reads
+    check_dtypes(model)
+    converted = refresh(model)  # the code of the new graph, without the state that nothing reads
     restore_written(converted, record.state)
     done = replace(
         record,

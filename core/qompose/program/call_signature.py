@@ -132,14 +132,13 @@ def check_calls(module: GraphModule) -> GraphModule:
     return module
 
 
-def check_dtypes(module: GraphModule) -> GraphModule:
-    """Have a program's code check the types of its inputs too; return the program, to be compiled anew."""
+def check_dtypes(module: GraphModule) -> None:
+    """Have a program's code check the types of its inputs too, once it is compiled anew."""
     codegen = module.graph._codegen
     if isinstance(codegen, CheckedCalls):
         dtypes = dtypes_of(module.graph.find_nodes(op="placeholder"))
         checks = replace(codegen.checks, dtypes=dtypes)
         module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
-    return module
 
 
 def dtypes_of(placeholders: Sequence[Node]) -> dict[int, torch.dtype]:
