@@ -52,7 +52,20 @@ __all__ = [
 
 
 class QomposeError(Exception):
-    """Base class of all errors that qompose raises on purpose."""
+    """Base class of all errors that qompose raises on purpose. They can be copied and pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[QomposeError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> QomposeError:
+    """Return an error without calling its `__init__`, which takes other arguments than the message."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class UserError(QomposeError):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from qompose.errors import (
     NotExportedError,
     PluginError,
     QomposeError,
+    StateError,
     UncalibratedError,
     UserError,
     near_names,
@@ -70,6 +73,10 @@ def test_they_are_caught_as_pythons_own_too(kind: Any, builtin: Any) -> None:
         ),
         (BatchError(3, "it raises", "input"), {"number": 3, "reason": "it raises", "what": "input"}),
         (InputError("x", "int", "float"), {"name": "x"}),
+        (
+            StateError("head: lowered, converted", "head", ("lowered", "converted")),
+            {"path": "head", "stages": ("lowered", "converted")},
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )  # fmt: skip
@@ -78,6 +85,8 @@ def test_attributes_are_in_the_message(error: Exception, facts: dict[str, Any]) 
     for fact in facts.values():
         for word in fact if isinstance(fact, tuple) else (fact,):
             assert str(word) in str(error)
+    for other in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ examples, and has to be much better than the whole range on those of the other h
 in choosing.
 
 What a network makes of a background is the same row at most places. All of these have the same error, which
-sums over the taps of a window, where the errors of other rows average out. So the whole range is widened by
-up to a sixteenth where such rows are then nearer to steps. Nothing is clipped, and steps are hardly larger:
-where there is no background, little is lost.
+sums over the taps of a window, where the errors of other rows average out. So for convolutions the whole
+range is widened by up to a sixteenth where such rows are then nearer to steps. Nothing is clipped, and steps
+are hardly larger: where there is no background, little is lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,6 +92,11 @@ class Reader:
             return partial(_squared_sizes, gram=inputs @ inputs.transpose(1, 2))
         return partial(_squared_sizes, factor=inputs)
 
+    @property
+    def sums_windows(self) -> bool:
+        """Tell whether it sums over a window of rows, all of it for each output."""
+        return self.weight is not None and not (self.transposed or self.reads_rows)
+
     def of_one_row(self) -> Reader:
         """Return what it is to windows that have the same row everywhere."""
         if self.weight is None:
@@ -146,7 +152,7 @@ class Choice:
     """The range that was chosen, how it is called, and why.
 
     `error` is that of the readers in that of the whole range, which is 1.0: on rows held back, or, where the
-    range was widened, on all.
+    range was widened, on all. `clips` tells whether it is smaller than the whole range.
     """
 
     low: float
@@ -267,13 +273,18 @@ class AutoRangeObserver(OfHistogram):
         """Return the whole range, or one a little wider that represents frequent rows much better."""
         if int(self.sample.frequent.numbers[:, 1].sum()) < _FREQUENT * self.sample.seen:
             return whole
-        background = _Background.of(self.sample, self.readers)
+        readers = _fitting(self.readers, self.sample.rows.shape[1])
+        if not any(r.sums_windows for r in readers) or any(r.transposed for r in readers):
+            return whole
+        background = _Background.of(self.sample, readers)
         before, best = background.error(*self._steps_of(background.rows, whole)), whole
+        if not 0 < before < math.inf:
+            return whole
         for part in _WIDER:
-            low, high = (end * (1 + part) for end in (whole.low, whole.high))
+            low = min(whole.low, whole.low * (1 + part))
+            high = max(whole.high, whole.high * (1 + part))
             choice = Choice(low, high, f"widened by {part:.1%}", clips=False)
-            error = background.error(*self._steps_of(background.rows, choice))
-            ratio = error / max(before, _NOTHING)
+            ratio = background.error(*self._steps_of(background.rows, choice)) / before
             if ratio <= _NEEDED_WIDER and ratio < best.error:  # NaN neither
                 best = replace(choice, error=ratio)
         return best
@@ -341,7 +352,7 @@ class _Background:
     def of(cls, sample: RowSample, readers: Sequence[Reader]) -> _Background:
         rows, weights = sample.rows, sample.weights.to(sample.rows.device, torch.float32)
         seen = []
-        for reader in _fitting(readers, rows.shape[1]):
+        for reader in readers:
             size = float((reader.squared_sizes(rows) * weights).sum() / weights.sum())
             of_noise = reader.squared_size_of_noise(rows.shape[1])
             seen.append((reader.of_one_row().measure(rows.device), of_noise, max(size, _NOTHING)))

@@ -94,7 +94,7 @@ class SumObserver(nn.Module):
     count: Tensor
 
     def forward(self, x: Tensor, own: Tensor | None = None) -> Tensor:
-        """Observe `x` and return it unchanged; of rows `own` is for, `(rows, 1)`, those alone."""
+        """Observe `x` and return it; with `own`, `(rows, 1)`, observe and return its rows alone."""
         x = x if own is None else x[own.flatten()]
         if x.numel():
             if self.total.device != x.device:
@@ -447,8 +447,8 @@ def without_rows(model: GraphModule) -> Iterator[str]:
             if idle:
                 yield (
                     f"calibration routed no rows to experts {first_of(idle, 8)} of the {len(sites)} of "
-                    f"{sites[int(idle[0])]}: nothing was learned for their weights, and their ranges are "
-                    "those of all rows. Calibrate with data that reaches them"
+                    f"{sites[int(idle[0])]}: nothing was learned for their weights, and ranges of their "
+                    "inputs, if any, are those of all rows. Calibrate with data that reaches them"
                 )
 
 

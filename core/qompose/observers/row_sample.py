@@ -122,7 +122,8 @@ class RowSample:
         rows = self.rows.double()
         weights = (self.weights / self.weights.sum()).to(rows.device)[:, None]
         around = (rows - (weights * rows).sum(0)) * weights.sqrt()
-        covariance = around.T @ around
+        # Either product has the same trace and sum of squares; a row may have many thousand channels.
+        covariance = around.T @ around if len(rows) > rows.shape[1] else around @ around.T
         return float(covariance.trace().square() / covariance.square().sum().clamp(min=1e-300))
 
     @property
@@ -198,7 +199,7 @@ class RowSample:
 
 
 class FrequentRows:
-    """Rows that make up an eighth of an example of several, and how many of them there were.
+    """Rows that make up an eighth of an example or more, and how many of them there were.
 
     Of more than `MOST_FREQUENT` different ones those of least hash are kept.
 

@@ -579,8 +579,16 @@ class PackedIntegers(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        places = zip(func._schema.arguments, args, strict=False)
+        written = [v for place, v in places if place.alias_info and place.alias_info.is_write]
+        if any(isinstance(v, PackedIntegers) for v in [*written, (kwargs or {}).get("out")]):
+            raise TypeError(f"{func} cannot write to integers that are packed as in their file")
         args, named = tree_map(unpacked, (args, kwargs or {}))
         return func(*args, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedIntegers:
+        """Return itself: nothing writes to it."""
+        return self
 
 
 def unpacked(value: Any) -> Any:

@@ -240,15 +240,15 @@ def load(
     """Return the model that `save` wrote: it runs, and can be reported and lowered.
 
     Nothing is unpickled and no code of the file is run. Backends are imported if the model is lowered, here
-    or by `lower`, and if they recorded requirements.
+    or by `lower`, and if they recorded requirements. Weights of few bits of what is lowered stay pages of the
+    file until kernels pack them, all before `load` returns: till then nobody may write into the file. It may
+    be replaced or deleted.
 
     Args:
         allow_mismatch: load a model that was made for another machine, with a warning. It computes the
             same, but not with the kernels that it was made for.
         as_converted: do not lower a model that was saved lowered; this needs no backend.
-        target: lower for it what was saved converted, as `lower(..., keep_converted=False)` does. Weights of
-            few bits stay pages of the file until kernels pack them, all before `load` returns: till then
-            nobody may write into the file. It may be replaced or deleted.
+        target: lower for it what was saved converted, as `lower(..., keep_converted=False)` does.
 
     Returns:
         a GraphModule, or a dict of several; for a model lowered for another target, what `lower` returns

@@ -213,6 +213,39 @@ def test_a_background_between_steps_widens_the_range_and_no_other_does() -> None
     assert observed(seldom, Reader(weight), dim=1).choice.name == WHOLE
 
 
+@pytest.mark.parametrize(
+    "reader",
+    [
+        Reader(),
+        Reader(randn(6, 4)),
+        Reader(randn(6, 4, 1, 1)),
+        Reader(randn(4, 6, 2, 2), transposed=True),
+    ],
+    ids=["values", "linear", "of one tap", "transposed"],
+)
+def test_only_for_windows_is_a_range_widened(reader: Reader) -> None:
+    """Of other products the error is that of the background alone, which may be nothing but padding."""
+    assert observed(on_background(randn(4)), reader, dim=1).choice.name == WHOLE
+
+
+def test_without_an_error_of_the_background_nothing_is_better() -> None:
+    for weight, size in ((torch.zeros(6, 4, 3, 3), 1.0), (randn(6, 4, 3, 3), 3e19)):
+        x = on_background(randn(4)) * size
+        assert observed(x, Reader(weight), dim=1).choice.name == WHOLE
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_widened_range_has_all_values(sign: int) -> None:
+    """Of values that are all far from zero, too."""
+    weight, widened = randn(6, 4, 3, 3), 0
+    for seed in range(6):
+        x = sign * (on_background(randn(4, seed=seed)) + 9)
+        choice = observed(x, Reader(weight), dim=1).choice
+        assert choice.low <= float(x.min()) and float(x.max()) <= choice.high
+        widened += choice.name != WHOLE
+    assert widened
+
+
 @pytest.mark.parametrize("kind", ["outliers", "background"])
 def test_a_state_dict_has_the_rows(kind: str) -> None:
     x, weight, dim = with_outliers(), randn(8, 16), -1

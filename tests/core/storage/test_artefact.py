@@ -506,6 +506,23 @@ class TestPackedUntilLowered:
         assert {type(buffer) for buffer in loaded.buffers()} == {Tensor}
         assert torch.equal(loaded(X), qompose.lower(model)(X))
 
+    def test_packed_integers_are_read_and_copied_and_never_written(self) -> None:
+        integers = torch.randint(-8, 8, (3, 5), dtype=torch.int8)
+        bits, low = 4, -8
+        fields = disk.pack_fields(integers, low, bits)
+        packed = disk.PackedIntegers(fields, integers.shape, low, bits, torch.int8)
+        for other in (packed, copy.deepcopy(packed), copy.copy(packed)):
+            assert torch.equal(other + 1, integers + 1)
+            assert torch.equal(torch.zeros(3, 5, dtype=torch.int8).copy_(other), integers)
+        for write in (
+            packed.zero_,
+            lambda: packed.add_(1),
+            lambda: torch.add(packed, 1, out=packed),
+        ):
+            with pytest.raises(TypeError):
+                write()
+        assert torch.equal(packed + 0, integers)
+
     def test_one_target(self, path: Path, offered: Offered) -> None:
         qompose.save(qompose.lower(mlp()), path)
         assert torch.equal(qompose.load(path, target="torch")(X), qompose.load(path)(X))

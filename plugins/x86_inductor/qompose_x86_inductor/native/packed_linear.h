@@ -468,7 +468,7 @@ void tile(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
   }
   for (int j = 0; j < PANELS; ++j) weight[j] = p.weight_at(panel + j, 0);
   // A row alone waits for memory: panels are as long as a page or two, which the processor's own fetching
-  // ends with. Behind the last panel this reads nothing.
+  // ends with. Behind the last panel this asks for memory of others, which is only a hint.
   const int64_t next = PANELS * p.depth / UNIT * p.unit_bytes();
   for (int64_t g = 0; g < p.groups(); ++g) {
     typename Of::Sum sums[ROWS][PANELS];

@@ -118,7 +118,10 @@ def linear_in_graph(
     *post: Any,
     zero_points: Tensor,
 ) -> Tensor:
-    """Compute ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,)."""
+    """Compute ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,).
+
+    Scales of weights from 2**104 on become infinite, and those of inputs below 2**-102 lose digits.
+    """
     _checked(x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     hides_nan = out.post_op in _HIDES_NAN
