@@ -182,7 +182,7 @@ ALONG_ONE = replace(
     WEIGHT, ch_axis=1, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(ch_axis=1)
 )
 NO_FACTORS = [
-    (INT8, W, lambda m, x: torch.cat([x, m.a(x).sigmoid()]), "its range with sigmoid -> cat"),
+    (INT8, W, lambda m, x: torch.cat([x, m.a(x)]), "its range with linear -> cat"),
     (INT8, W, OF_WEIGHTS, "is a parameter"),
     (KNOWN, W, OF_ALL, "not estimated from data"),
     (TORCHS, W, OF_ALL, "observer is not from qompose"),
