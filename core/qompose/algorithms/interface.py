@@ -104,8 +104,10 @@ class Algorithm:
         Of a calibrated program that mostly saw the same rows (`Calibrated.repeated`), what is left to the
         engine is not wanted, and noted as left out.
         """
-        if self.is_asked(claim) or self.word not in claim.unasked:
-            return self.is_asked(claim)
+        if self.is_asked(claim):
+            return True
+        if self.word not in claim.unasked:
+            return False
         if found is None or not found.repeated:
             return True
         found.left_out.add(self.word)

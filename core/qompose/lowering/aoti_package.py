@@ -27,7 +27,7 @@ from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import value_of
 from qompose.program.meta import KERNELS_TAG, tag_of
-from qompose.program.user_input import binder
+from qompose.program.user_input import input_check
 from qompose.spec.qdq import IN_ATEN
 
 SUFFIX: Final = ".pt2"
@@ -203,10 +203,8 @@ def called_as_exported(run: Callable[..., Any], graph: GraphModule) -> Callable[
     Compiled code is for the contiguous inputs of `call_signature`: a package reads others as if they were
     contiguous, and `torch.compile` compiles anew for each layout. So others are copied.
     """
-    check: Any = binder(graph)
-    if writes_to_inputs(graph.graph):
-        return partial(_copied_back, run, check)
-    return partial(_run, run, check.forward)  # a module's own call takes as long again
+    check: Any = input_check(graph).forward  # a module's own call takes as long again
+    return partial(_copied_back if writes_to_inputs(graph.graph) else _run, run, check)
 
 
 def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

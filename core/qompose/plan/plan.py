@@ -32,7 +32,7 @@ from qompose.errors import (
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.min_max import Observer
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import module_path
+from qompose.program.graph import module_path, operator_name
 from qompose.program.meta import META_KEY
 from qompose.spec.claim import Claim, Conflict, Point
 from qompose.spec.qparams import CASTS, PER_CHANNEL
@@ -474,7 +474,7 @@ def _literals_of(module: GraphModule) -> str:
         if node.op == "call_function":
             kinds = (float,) if _is_torchs(node.target) else (float, int)
             numbers = [a for a in _flat((node.args, node.kwargs)) if isinstance(a, kinds)]
-            found += [(_name_of(node.target), *map(repr, numbers))] if numbers else []
+            found += [(operator_name(node.target), *map(repr, numbers))] if numbers else []
     return sha256(repr(found).encode()).hexdigest()
 
 
@@ -482,13 +482,6 @@ def _is_torchs(target: Any) -> bool:
     if (namespace := getattr(target, "namespace", None)) is None:
         return str(target.__module__).partition(".")[0] in _FUNCTIONS
     return namespace in ("aten", "prims", "higher_order")
-
-
-def _name_of(target: Any) -> str:
-    """Return an operator's name; texts of plain functions have their addresses, which differ by process."""
-    if hasattr(target, "namespace"):
-        return str(target)
-    return f"{target.__module__}.{target.__qualname__}"
 
 
 def _flat(arguments: Any) -> list[Any]:

@@ -285,6 +285,12 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
 
     Those are copies, if the program writes to its inputs.
     """
+    bound = input_check(program)
+    return _OnCopies(bound) if writes_to_inputs(program.graph) else bound
+
+
+def input_check(program: GraphModule) -> GraphModule:
+    """Return what checks a program's arguments as it does, and returns those of its placeholders."""
     graph = Graph()
     graph._codegen = copy.copy(program.graph._codegen)
     placeholders: list[Node] = []
@@ -294,5 +300,4 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
     info = pytree_info(graph)
     if info is not None:
         graph._codegen.pytree_info = info._replace(out_spec=None)  # type: ignore[attr-defined]
-    bound = GraphModule({}, graph)
-    return _OnCopies(bound) if writes_to_inputs(program.graph) else bound
+    return GraphModule({}, graph)

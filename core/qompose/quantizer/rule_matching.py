@@ -379,6 +379,8 @@ class _Fit:
             return True
         read = [node for name in rule.activations for node in self.match.tensors(name)]
         constants = {id(c): c.numel() for c in map(constant_of, read) if c is not None}
+        if not constants:
+            return False
         owner = owner_of(self.match.output)
         state = sum(tensor.numel() for tensor in (*owner.parameters(), *owner.buffers()))
         return sum(constants.values()) > max(_LEAST, _SHARE * state)
