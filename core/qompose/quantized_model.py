@@ -43,6 +43,7 @@ from qompose.plan.plan import Record
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.aliasing import writes_to_inputs
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
+from qompose.program.graph import one_thread_at_a_time
 from qompose.program.meta import META_KEY
 from qompose.program.user_input import arguments_of
 from qompose.quantizer.base import Quantizer
@@ -235,6 +236,7 @@ def quantize(
     return QuantizedModel(exported, converted, lowered, quantizer)
 
 
+@one_thread_at_a_time
 def _export(
     model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> ExportedProgram:

@@ -24,7 +24,7 @@ from torch.fx.passes.utils.matcher_utils import InternalMatch
 from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
 
 from qompose.errors import ConfigError, near_names
-from qompose.program.graph import arguments_of
+from qompose.program.graph import arguments_of, one_thread_at_a_time
 from qompose.spec.claim import Operand
 
 Capture: TypeAlias = "Node | tuple[Any, ...] | object"
@@ -384,6 +384,7 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
     return matcher
 
 
+@one_thread_at_a_time
 def _exported(pattern: Pattern) -> GraphModule:
     """Return what a pattern's function is exported as.
 

@@ -42,6 +42,7 @@ from qompose.program.graph import (
     drop_attribute,
     first_user,
     layout_of,
+    one_thread_at_a_time,
     owner_of,
     refresh,
     replace_in_place,
@@ -137,6 +138,7 @@ def convert_pt2e(
     return _converted(model, *options)
 
 
+@one_thread_at_a_time
 def _converted(
     model: GraphModule,
     reference: bool,

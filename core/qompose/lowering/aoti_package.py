@@ -25,7 +25,7 @@ from qompose.plan.plan import Record
 from qompose.program.aliasing import read_before_written, writes_to_inputs, written_buffers
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import value_of
+from qompose.program.graph import one_thread_at_a_time, value_of
 from qompose.program.meta import KERNELS_TAG, tag_of
 from qompose.program.user_input import input_check
 from qompose.spec.qdq import IN_ATEN
@@ -97,6 +97,7 @@ def write_package(
     }
 
 
+@one_thread_at_a_time
 def _program(part: Part) -> ExportedProgram:
     """Return a method as torch compiles it.
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import RLock
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from qompose.program.graph import (
     call,
     copy_graph_module,
     freeze,
+    one_thread_at_a_time,
     owner_of,
     refresh,
     remove_dead,
@@ -108,10 +108,7 @@ def lower(
     return result
 
 
-_FINISHING = RLock()
-"""Targets export, which torch can do in one thread at a time: others found it in a state that stayed."""
-
-
+@one_thread_at_a_time
 def with_kernels(
     converted: GraphModule | Mapping[str, GraphModule], target: str
 ) -> tuple[Any, dict[str, tuple[Any, Record]]]:
@@ -126,7 +123,7 @@ def with_kernels(
     if len(steps) > 1:
         check_named(models, states_of(models))  # kernels give what they take over other names
         _share_state(steps)
-    with naming_fallbacks(steps), _FINISHING:
+    with naming_fallbacks(steps):
         result, finished = finish(steps)
     return result, {n: (part.model, lowered_record(steps[n], part)) for n, part in finished.items()}
 

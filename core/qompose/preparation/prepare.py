@@ -44,6 +44,7 @@ from qompose.program.graph import (
     give_own_parameters,
     holds,
     is_quantizable,
+    one_thread_at_a_time,
     owner_of,
     paused_collection,
     refresh,
@@ -156,6 +157,7 @@ def prepare_qat_pt2e(
     return _prepared(model, quantizer, inplace, strict, trains=True)
 
 
+@one_thread_at_a_time
 def _prepared(
     model: ExportedProgram | GraphModule,
     quantizer: QuantizerLike,

@@ -8,7 +8,9 @@ import gc
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -352,6 +354,26 @@ def first_user(node: Node) -> Node:
             return user
         waiting += [] if user.op == "output" else list(user.users)
     return node
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_TRACING = RLock()
+
+
+def one_thread_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let threads wait for each other in all functions that this decorates.
+
+    For what exports or computes with fake tensors: torch exports in one thread at a time, and copies of a
+    program share the mode of its fake tensors, which holds what the one operator that runs is at.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _TRACING:
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from qompose.files import destination, draft_of
 from qompose.plan.plan import Record, record_of
 from qompose.program.call_signature import call_signature
 from qompose.program.control_flow import nodes_in
+from qompose.program.graph import one_thread_at_a_time
 from qompose.spec.qdq import IN_ATEN
 from qompose.storage.json_values import check_tree, expression
 from qompose.storage.program_json import decode_target
@@ -246,6 +247,7 @@ def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
         torch.export.save(program, file)
 
 
+@one_thread_at_a_time
 def _exported(model: GraphModule, record: Record) -> ExportedProgram:
     signature = call_signature(model)
     try:

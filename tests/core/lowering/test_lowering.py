@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QomposeWarning
+from qompose import QomposeWarning, convert_pt2e, prepare_pt2e
 from qompose.backend import (
     CallSignature,
     Finished,
     Kernel,
     NotLowerable,
     OperatorPattern,
+    Pattern,
     Region,
     Target,
     on_integers,
@@ -31,6 +34,7 @@ from tests.core.quantizer.interop import foreign
 from tests.core.toy import (
     CAT,
     LINEAR,
+    LINEAR_PATTERN,
     RELU,
     SIGMOID,
     STATIC,
@@ -227,6 +231,37 @@ def device(finish: Any = None, availability: Any = lambda: None) -> Target:
         return Finished(module)
 
     return Target("device", finish or keep, availability)
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads that take turns after every few operations, as they seldom do by themselves."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("switching")
+def test_several_threads_prepare_convert_and_lower_one_program() -> None:
+    """Patterns are exported on first use, and copies of a program share the mode of its fake tensors."""
+
+    def function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return nn.functional.linear(input, weight, bias)
+
+    pattern = Pattern(function, ((2, 3), (4, 3), (4,)), LINEAR_PATTERN.operators)
+    quantizer = toy(
+        rule("linear", pattern, anchor="op", weight="weight", kernels=LINEAR.kernels), VIEW
+    )
+
+    def lowered(_: int) -> GraphModule:
+        model = prepare_pt2e(PROGRAM, quantizer)
+        model(X)
+        return qompose.lower(convert_pt2e(model))  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = (model(X) for model in pool.map(lowered, range(6)))
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_last_steps_of_several_threads_follow_one_another() -> None:
