@@ -92,13 +92,17 @@ class Suite:
 
     def cases(self) -> list[Case]:
         """Return the first form of every rule under all configurations that fit, the others under one."""
+        return list(self._cases)
+
+    @cached_property
+    def _cases(self) -> dict[Case, None]:
         found: dict[Case, None] = {}
         for rule in self.backend.rules:
             fitting = self.fitting(rule)
             for number, example in enumerate(self.examples[rule.name]):
                 for name in fitting if number == 0 else fitting[:1]:
                     found[Case(rule.name, number, example.label, name)] = None
-        return list(found)
+        return found
 
     def covering(self) -> list[Case]:
         """Return few of `cases`: of a rule's other forms, as many as cover the operators in any of them."""
