@@ -41,7 +41,7 @@ from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
 from qompose.plan.plan import Record
 from qompose.preparation.prepare import prepare_pt2e
-from qompose.program.aliasing import writes_to_inputs
+from qompose.program.aliasing import inputs_written
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
 from qompose.program.graph import one_thread_at_a_time
 from qompose.program.meta import META_KEY
@@ -145,7 +145,7 @@ class QuantizedModel:
                 'program; time it in its own runtime, or quantize with target="torch".'
             )
         inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
-        if writes_to_inputs(self.converted.graph):
+        if inputs_written(self.converted.graph):
             inputs, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, keywords))
         models = {
             "float": self.exported.module(),

@@ -22,7 +22,7 @@ from qompose.files import draft_of
 from qompose.json_codec import jsonable
 from qompose.plan.methods import ONLY, in_method
 from qompose.plan.plan import Record
-from qompose.program.aliasing import read_before_written, writes_to_inputs, written_buffers
+from qompose.program.aliasing import inputs_written, read_before_written, written_buffers
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import one_thread_at_a_time, value_of
@@ -205,7 +205,8 @@ def called_as_exported(run: Callable[..., Any], graph: GraphModule) -> Callable[
     contiguous, and `torch.compile` compiles anew for each layout. So others are copied.
     """
     check: Any = input_check(graph).forward  # a module's own call takes as long again
-    return partial(_copied_back if writes_to_inputs(graph.graph) else _run, run, check)
+    written = inputs_written(graph.graph)
+    return partial(_copied_back, run, check, written) if written else partial(_run, run, check)
 
 
 def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -214,14 +215,23 @@ def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kw
 
 
 def _copied_back(
-    run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any
+    run: Callable[..., Any],
+    check: Callable[..., Any],
+    written: Sequence[int],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Do what `_run` does, for a program that writes to its inputs: what was copied is copied back."""
-    check(*args, **kwargs)
+    """Do what `_run` does, for a program that writes to the inputs of some places, which get it back.
+
+    Others must not: they may be expanded, or views of one that is written.
+    """
+    values = check(*args, **kwargs)
+    targets = {id(values[place]) for place in written}
     copies = contiguous((args, kwargs))
     result = run(*copies[0], **copies[1])
     for value, copy in zip(*map(pytree.tree_leaves, ((args, kwargs), copies)), strict=True):
-        if isinstance(value, Tensor) and value.data_ptr() != copy.data_ptr():
+        if id(value) in targets and value.data_ptr() != copy.data_ptr():
             value.detach().copy_(copy)
     return result
 

@@ -22,6 +22,24 @@ Item = TypeVar("Item", bound=Hashable)
 _RUNNING_STATISTICS = (3, 4, 5)
 """Where normalisations have what they update, and the argument that says that they do."""
 _UNSAID = {aten.batch_norm.default, aten.instance_norm.default}
+_RETURNED = frozenset(
+    {
+        aten.dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_dropout.default,
+        aten.feature_alpha_dropout.default,
+        aten.type_as.default,
+        aten.atleast_1d.default,
+        aten.atleast_2d.default,
+        aten.atleast_3d.default,
+        aten.broadcast_tensors.default,
+        aten.meshgrid.default,
+        aten.meshgrid.indexing,
+        aten.sum_to_size.default,
+        aten.linalg_diagonal.default,
+    }
+)
+"""What may give back an argument, or views of it, and does not say so in its schema."""
 
 
 class DisjointSets(Generic[Item]):
@@ -77,10 +95,11 @@ def written_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
-def writes_to_inputs(graph: Graph) -> bool:
-    """Tell whether a program writes to the memory of an input."""
+def inputs_written(graph: Graph) -> list[int]:
+    """Return the places, among all placeholders, of the inputs to whose memory a program writes."""
     memory = Memory(graph)
-    return any(n.op == "placeholder" for root in memory.writers for n in memory.members[root])
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return [place for place, node in inputs if memory.find(node) in memory.writers]
 
 
 def buffers_written_by(graph: Graph) -> dict[Node, str]:
@@ -210,6 +229,8 @@ def aliased(node: Node) -> Iterator[Node]:
     """Yield the arguments whose memory a call's value shares, or to which the call writes."""
     for _, value in _arguments(node):
         yield value
+    if node.op == "call_function" and node.target in _RETURNED:
+        yield from node.all_input_nodes
     if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], Node):
         yield node.args[0]
     for operand, _ in _touched_by_body(node):

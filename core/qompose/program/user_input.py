@@ -22,7 +22,7 @@ from qompose.errors import (
     StageError,
     UserError,
 )
-from qompose.program.aliasing import writes_to_inputs
+from qompose.program.aliasing import inputs_written
 from qompose.program.call_signature import check_calls
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import copy_graph_module, pytree_info, replace_nested, set_attribute
@@ -266,7 +266,7 @@ def describe(batch: Any) -> str:
 
 def sparing(program: GraphModule) -> Callable[..., Any]:
     """Return what runs a program and leaves its inputs as they are: on copies, if it writes to them."""
-    return _OnCopies(program) if writes_to_inputs(program.graph) else program
+    return _OnCopies(program) if inputs_written(program.graph) else program
 
 
 class _OnCopies:
@@ -286,7 +286,7 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
     Those are copies, if the program writes to its inputs.
     """
     bound = input_check(program)
-    return _OnCopies(bound) if writes_to_inputs(program.graph) else bound
+    return _OnCopies(bound) if inputs_written(program.graph) else bound
 
 
 def input_check(program: GraphModule) -> GraphModule:

@@ -100,6 +100,17 @@ def test_what_a_program_writes_to_an_input_arrives_whatever_its_layout() -> None
         assert torch.equal(x, given) and not torch.equal(x, X)
 
 
+def test_inputs_that_a_program_only_reads_are_not_written_to() -> None:
+    """They may be expanded, where torch refuses to write, or views of one that is written."""
+    writer = Model(lambda m, x, y: m.linear(x.mul_(2)) + y[:, :1], linear=nn.Linear(3, 4))
+    model = qompose.lower(convert(export(writer, X.clone(), X.clone()), toy(LINEAR), X, X))
+    compiled, row = qompose.compile_lowered(model), X[:1].expand(6, 3)
+    torch.testing.assert_close(compiled(X.clone(), row), model(X.clone(), row))
+    whole = X.t().contiguous().t()
+    compiled(whole, whole.view(whole.shape))
+    assert torch.equal(whole, 2 * X)
+
+
 @pytest.mark.full
 def test_max_autotune() -> None:
     model = lowered(nn.Linear(3, 4))

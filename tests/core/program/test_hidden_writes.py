@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.aliasing import read_before_written, unsafe_values, written_buffers
+from qompose.program.aliasing import (
+    inputs_written,
+    read_before_written,
+    unsafe_values,
+    written_buffers,
+)
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -17,6 +22,7 @@ from tests.core.toy import (
     LINEAR,
     Model,
     NullQuantizer,
+    convert,
     export,
     prepare,
     randn,
@@ -187,3 +193,28 @@ def test_initial_values_that_count(function: Any, counts: bool) -> None:
     module = Model(function, state=nn.Buffer(torch.zeros(3)))
     graph = export(module, torch.ones(3)).module().graph
     assert read_before_written(graph) == ({"state"} if counts else set())
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dropout": lambda y, x: nn.functional.dropout(y, 0.5, training=False),
+    "type_as": lambda y, x: y.type_as(x),
+    "broadcast_tensors": lambda y, x: torch.broadcast_tensors(y, x)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
+@pytest.mark.parametrize("same", RETURNED.values(), ids=RETURNED)
+def test_what_gives_back_its_argument_without_saying_so(
+    same: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """The sum reads `y` after it was written by another name, and so does whoever gave it."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        z = same(y, x).relu_()
+        return m.b(y) + z
+
+    model = seeded(layers(forward))
+    converted = convert(export(model, X), toy(LINEAR, ADD), X)
+    assert sqnr(model(X), converted(X)) > 30
+    assert inputs_written(export(Model(lambda m, x: same(x, x).add_(1)), X.clone()).graph) == [0]
