@@ -77,9 +77,7 @@ def survey(
         and not is_of_quantization(node)
         and _computes_floats(node, made)
     ]
-    folded = {
-        name for name in (node.name for _, node in listed) if name not in claim_of.keys() | produced
-    }
+    folded = {node.name for _, node in listed} - claim_of.keys() - produced.keys()
     reasons |= dict.fromkeys(folded, FOLDED)
     read = _reads(exported, working, {node.name: name for name, node in listed}, rewrites)
     return tuple(

@@ -149,12 +149,19 @@ def owner_of(node: Node) -> GraphModule:
 
 
 def free_attribute(module: nn.Module, target: str) -> str:
-    """Return `target`, or `target_1`, `target_2`, ... : the first path that holds nothing."""
-    candidate, number = target, 0
-    while holds(module, candidate):
-        number += 1
-        candidate = f"{target}_{number}"
-    return candidate
+    """Return `target`, or of `target_1`, `target_2`, ... one that holds nothing behind one that does.
+
+    Programs may have thousands of constants of one name, so this looks for it by bisection.
+    """
+    if not holds(module, target):
+        return target
+    held, free = 0, 1
+    while holds(module, f"{target}_{free}"):
+        held, free = free, 2 * free
+    while free - held > 1:
+        middle = (held + free) // 2
+        held, free = (middle, free) if holds(module, f"{target}_{middle}") else (held, middle)
+    return f"{target}_{free}"
 
 
 def holds(module: nn.Module, target: str) -> bool:

@@ -24,7 +24,6 @@ from qompose.program.graph import (
     describe,
     is_quantizable,
     operator_name,
-    owner_of,
     value_of,
 )
 from qompose.quantizer.selector_matching import Assignment
@@ -67,9 +66,16 @@ class _Table:
     ) -> None:
         self.owner, self.rules, self.selectors = owner, rules, selectors
         self.index, self.unsafe = OperatorIndex(model), unsafe_values(model.graph)
+        self._model = model
         self.result = Proposal()
         self._weighted: dict[tuple[str, str], list[bool]] = defaultdict(list)
         """By selector and the algorithms it asks for, whether the rules of what it claims have weights."""
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many numbers the program holds; counting them takes as long as there are parameters."""
+        held = self._model.parameters(), self._model.buffers()
+        return sum(tensor.numel() for tensor in chain(*held))
 
     def proposal(self, in_float: Mapping[OpOverload, str]) -> Proposal:
         """Return what the rules claim, and why they do not claim more."""
@@ -135,7 +141,7 @@ class _Table:
         elif config is None:
             reason = f"left in float by {selection.selector}"
         else:
-            fit = _Fit(rule, match, config)
+            fit = _Fit(rule, match, config, self)
             asked = f"the guard of rule {rule.name} (called on {describe(match.output)})"
             with naming(rule), blaming(f"{self.owner}: {asked}"):
                 others = _otherwise_selected(match, selection, self.selectors)
@@ -284,6 +290,7 @@ class _Fit:
     rule: Rule
     match: Match
     config: QuantizationConfig
+    table: _Table
 
     @cached_property
     def weights(self) -> tuple[Node, ...]:
@@ -379,11 +386,8 @@ class _Fit:
             return True
         read = [node for name in rule.activations for node in self.match.tensors(name)]
         constants = {id(c): c.numel() for c in map(constant_of, read) if c is not None}
-        if not constants:
-            return False
-        owner = owner_of(self.match.output)
-        state = sum(tensor.numel() for tensor in (*owner.parameters(), *owner.buffers()))
-        return sum(constants.values()) > max(_LEAST, _SHARE * state)
+        size = sum(constants.values())
+        return size > _LEAST and size > _SHARE * self.table.numbers
 
     def _added_bias(self) -> AddedBias | None:
         """Return the bias that the rule's kernel adds as an integer, if it is a parameter."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from qompose.program import graph
 from qompose.program.graph import (
     arguments_of,
     constant_of,
@@ -113,6 +114,16 @@ def test_kinds_of_values(program: Any) -> None:
     assert not is_float_tensor(2.0)
     assert constant_of(nodes["linear"]) is None
     assert constant_of(nodes["ids"]).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_a_free_path_is_found_among_thousands_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = nn.Module(), list[str]()
+    for name in ("n", *(f"n_{i}" for i in range(1, 1000))):
+        set_attribute(module, name, torch.ones(1))
+    held = graph.holds
+    monkeypatch.setattr(graph, "holds", lambda m, name: asked.append(name) or held(m, name))
+    assert free_attribute(module, "n") == "n_1000"
+    assert len(asked) < 30
 
 
 def test_attributes_by_path() -> None:

@@ -185,6 +185,26 @@ def test_a_table_that_takes_much_of_the_model_is_kept_as_integers(
     assert of(lambda m, x: m.first((x + m.table).tanh()), **wide) == claims
 
 
+def test_the_model_is_measured_once_for_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting its numbers for each would take time that grows with the square of the model."""
+    counted: list[int] = []
+    measured = nn.Module.buffers
+
+    def buffers(module: nn.Module, recurse: bool = True) -> Any:
+        counted[-1] += 1
+        return measured(module, recurse)
+
+    monkeypatch.setattr(nn.Module, "buffers", buffers)
+    for number in (2, 9):
+        tables = {f"table_{i}": nn.Buffer(randn(256, 1, 8)) for i in range(number)}
+        counted.append(0)
+        of(
+            lambda m, x, tables=tables: m.first(sum((x + getattr(m, t)).tanh() for t in tables)),
+            **tables,
+        )
+    assert counted[0] == counted[1]
+
+
 def test_bodies_belong_to_the_program() -> None:
     """A branch that only adds is an island where the program outside it multiplies."""
 
