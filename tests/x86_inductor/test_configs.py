@@ -79,7 +79,7 @@ class TestNames:
     @pytest.mark.parametrize("word", ["minmax", "mse", "histogram"])
     def test_the_range_of_weights(self, word: str) -> None:
         """Static, dynamic and weights alone; and all of it is data."""
-        expected = qompose.observers.weight_observer_for_range(word).with_args(eps=2**-12)
+        expected = qompose.observers.weight_observer_for_range(word)
         by_token = {"is_dynamic": True, "per_token": True}
         for options in ({}, {"is_dynamic": True}, by_token, WEIGHT_ONLY):
             config = CONFIG(**options, weight_range=word)

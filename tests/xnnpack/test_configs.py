@@ -61,7 +61,7 @@ class TestNames:
             config = CONFIG(**options, weight_range=word)
             assert isinstance(config.weight, qompose.QuantizationSpec)
             maker = qompose.observers.weight_observer_for_range(word, per_channel=bool(options))
-            assert config.weight.observer_or_fake_quant_ctr == maker.with_args(eps=2**-12)
+            assert config.weight.observer_or_fake_quant_ctr == maker
 
     def test_positions_are_those_of_executorch(self) -> None:
         assert CONFIG(True, False, True, -128, 127, -127, 127) == CONFIG(True, is_dynamic=True)

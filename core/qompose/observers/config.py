@@ -127,10 +127,6 @@ def weight_observer_for_range(word: str, *, per_channel: bool = True) -> Observe
     return channels if per_channel else tensor
 
 
-WEIGHT_EPS = 2**-12
-"""The least scale of a weight, which torch's backends have for all that they quantize."""
-
-
 def activation_spec(
     dtype: torch.dtype,
     low: int,
@@ -211,7 +207,7 @@ def weight_spec(
         )
     return QuantizationSpec(
         dtype=torch.int8,
-        observer_or_fake_quant_ctr=estimated.with_args(eps=WEIGHT_EPS),
+        observer_or_fake_quant_ctr=estimated,
         quant_min=low,
         quant_max=high,
         qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
