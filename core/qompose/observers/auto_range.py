@@ -31,6 +31,7 @@ from torch import Tensor
 
 from qompose.errors import StatisticsError
 from qompose.observers.histogram_observers import OfHistogram
+from qompose.observers.min_max import version_of
 from qompose.observers.row_sample import FrequentRows, RowSample
 from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Cleaned, unmasked
@@ -241,7 +242,7 @@ class AutoRangeObserver(OfHistogram):
                 self.histogram.maximum,
                 self.sample.seen,
             ),
-            *((id(weight), weight._version) for weight in weights if weight is not None),
+            *((id(weight), version_of(weight)) for weight in weights if weight is not None),
         )
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = key, self._choose()

@@ -112,7 +112,7 @@ class Observer(ObserverBase):
             raise ConfigError(f"{type(self).__name__} does not support qscheme {self.qscheme}")
         self.screen = Screen()
         self.set_range: tuple[float, float] | None = None
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, object] | None = None
         self._last = LastSeen()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Observer(ObserverBase):
         if self.shared and self._last.again(x.detach()):
             self._see_again(x.detach())
             return x
-        stamp = (x.data_ptr(), x._version) if self.constant else None
+        stamp = (x.data_ptr(), version_of(x)) if self.constant else None
         if x.numel() and (stamp is None or stamp != self._seen):
             self._seen = stamp
             self.observe(x.detach())
@@ -474,7 +474,7 @@ class LastSeen:
 
     def __init__(self) -> None:
         self._storage: Any = None
-        self._part: tuple[int, ...] | None = None
+        self._part: tuple[object, ...] | None = None
 
     def again(self, x: Tensor) -> bool:
         """Tell whether `x` holds just the values that were seen last, in whatever order, and remember it."""
@@ -493,7 +493,7 @@ class LastSeen:
         return LastSeen, ()
 
 
-def _part_of(x: Tensor) -> tuple[int, ...] | None:
+def _part_of(x: Tensor) -> tuple[object, ...] | None:
     """Return which part of its storage a tensor covers, and the version; None where it leaves gaps."""
     if x.numel() == 0 or type(x) is not Tensor:
         return None
@@ -501,7 +501,15 @@ def _part_of(x: Tensor) -> tuple[int, ...] | None:
     repeated = any(step == 0 and size > 1 for size, step in zip(x.shape, x.stride(), strict=True))
     if span != x.numel() or repeated:
         return None
-    return int(x.storage_offset()), x.numel(), x._version
+    return int(x.storage_offset()), x.numel(), version_of(x)
+
+
+def version_of(x: Tensor) -> object:
+    """Return what is the same again only if `x` was not written to since.
+
+    torch counts no writes to tensors made in inference mode: for them it is never the same.
+    """
+    return object() if x.is_inference() else x._version
 
 
 def several_processes() -> bool:

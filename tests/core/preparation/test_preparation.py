@@ -66,6 +66,23 @@ def test_what_was_prepared_in_inference_mode_is_calibrated_outside() -> None:
     assert torch.equal(first(x), second(x))
 
 
+def test_inference_mode_changes_nothing() -> None:
+    """Weights are inference tensors too, as their module was made there. torch counts no writes to those."""
+    activation = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
+    config, x = replace(STATIC, input_activation=activation), randn(16, 3)
+
+    def converted() -> GraphModule:
+        model = seeded(Model(fork, **{name: nn.Linear(3, 3) for name in "abc"}))
+        prepared = prepare(export(model, x), toy(config=config))
+        return qompose.convert_pt2e(qompose.calibrate(prepared, [x]))
+
+    with torch.inference_mode():
+        inside = converted()
+        assert all(weight.is_inference() for weight in inside.parameters())
+        y = inside(x)
+    assert torch.equal(y, converted()(x))
+
+
 def test_regions_are_tagged_with_their_claims() -> None:
     """What later stages read survives in `node.meta["custom"]`."""
     prepared = prepare(export(FORK, randn(2, 3)), toy())
