@@ -76,7 +76,7 @@ def programs(cache: int, lengths: dict[str, int], *, small: bool = False) -> dic
 
 
 def _x86(
-    mode: str, *, compiled: bool, small: bool = False
+    mode: str, *, compiled: str = "", small: bool = False
 ) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
         import qompose
@@ -101,7 +101,7 @@ def _x86(
         converted = qompose.convert_pt2e(prepared)
         lowered = qompose.lower(converted)
         size = qompose.report(lowered["decode" if "decode" in lowered else next(iter(lowered))])
-        runs = qompose.compile_lowered(lowered) if compiled else lowered
+        runs = qompose.compile_lowered(lowered, compiled) if compiled else lowered
         found = {"bytes": size.bytes_after, "converted": _named(converted), "lowered": lowered}
         return _named(runs), found
 
@@ -251,9 +251,9 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
     "float": _float(compiled=False),
     "float, compiled": _float(compiled=True),
     **{
-        f"x86 {mode}{', compiled' * compiled}": _x86(mode, compiled=compiled)
+        f"x86 {mode}{form}": _x86(mode, compiled=compiled)
         for mode in ("8", "4", "4 with cache 8", "cache 8", "dynamic 8", "dynamic 8x4")
-        for compiled in (False, True)
+        for form, compiled in (("", ""), (", compiled", "default"), (", package", "package"))
     },
     "ExecuTorch dynamic 8x4": _executorch,
     "OpenVINO int4": _openvino,
@@ -286,7 +286,7 @@ def memory_of(engine: str, lowered: Any) -> int:
 
     mode, compiled = engine.removeprefix("x86 ").partition(",")[::2]
     lengths = {"prefill": PROMPT, "decode": 1}
-    _, small = _x86(mode, compiled=False, small=True)(PROMPT + STEPS, lengths)
+    _, small = _x86(mode, small=True)(PROMPT + STEPS, lengths)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{name}.qompose" for name in ("small", "methods")]
         for model, file in zip((small["lowered"], lowered), files, strict=True):
@@ -328,7 +328,7 @@ def facts(engine: str, cache: int) -> dict[str, Any]:
     """What an engine's methods take, and how true they are to float and to their Q/DQ form."""
     runs, found = _engine(engine, "decode", cache)
     converted, lowered = found.pop("converted", None), found.pop("lowered", None)
-    if lowered is not None:
+    if lowered is not None and not engine.endswith("package"):  # which is no file of ours
         found["memory"] = memory_of(engine, lowered)
     wanted, actual = generated(_engine("float", "decode", cache)[0], STEPS), generated(runs, STEPS)
     found["sqnr"] = sqnr(wanted, actual)

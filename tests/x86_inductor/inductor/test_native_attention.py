@@ -201,10 +201,21 @@ def test_causal_attention_in_float_without_a_mask() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("length", [1, native_attention.FEW_QUERIES])
+def test_few_queries_are_ours(length: int) -> None:
+    x = inputs(2, length, floats=True)[0]
+    assert calls_in_float(left_in_float(in_float(), x)) == 1
+
+
+@needs_native
 @pytest.mark.parametrize(
     ("length", "options"),
-    [(native_attention.FEWEST_QUERIES - 1, {}), (60, {"dropout_p": 0.1})],
-    ids=["few queries", "dropout"],
+    [
+        (native_attention.FEW_QUERIES + 1, {}),
+        (native_attention.FEWEST_QUERIES - 1, {}),
+        (60, {"dropout_p": 0.1}),
+    ],
+    ids=["not so few queries", "not so many queries", "dropout"],
 )
 def test_attention_that_stays_torchs(length: int, options: dict[str, Any]) -> None:
     x = inputs(2, length, floats=True)[0]

@@ -2,12 +2,14 @@
 """The replacement of attention, on integers and in float, by calls of our own C++.
 
 In MiniLM, 16 texts of 64 tokens in a program of two threads, torch's attention in float32 takes 1.7 times as
-long as `native.float_attention` (AVX-512).
+long as `native.float_attention` (AVX-512). For a token that a cache precedes, torch's wants a copy of keys
+and values for each head of a group.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
+from qompose_x86_inductor.inductor.shared_heads import without_copies
 from qompose_x86_inductor.native import float_attention, processor
 from qompose_x86_inductor.native.attention import ATTENTION, AttentionEnds, AttentionSizes
 from qompose_x86_inductor.native.products import KINDS
@@ -25,8 +28,10 @@ from qompose_x86_inductor.operators.attention import AttentionCall, laid_out, ra
 OPERATOR: Final = getattr(torch.ops, NAMESPACE).attention.default
 IN_FLOAT: Final = torch.ops.aten.scaled_dot_product_attention.default
 FEWEST_QUERIES: Final = 48
-"""Of attention in float: with fewer, torch's is faster, since arranging the keys takes longer than it gains.
+"""Of attention in float whose keys the C++ arranges: with fewer, that takes longer than it gains.
 Of a length that is open, that of the example counts."""
+FEW_QUERIES: Final = 8
+"""For at most so many the C++ arranges nothing (FEW_QUERIES of cache_attention.h)."""
 
 
 def applies() -> bool:
@@ -78,7 +83,7 @@ def replace_in_float(node: fx.Node) -> None:
     query, mask, scale = (arguments[name] for name in ("query", "attn_mask", "scale"))
     width = query.meta["val"].shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else float(scale)
-    tensors = (query, arguments["key"], arguments["value"], mask)
+    tensors = (query, *_keys_and_values(node, arguments), mask)
     node.target, node.kwargs = attended_in_float, {}
     node.args = (*tensors, bool(arguments["is_causal"]), scale)
 
@@ -94,11 +99,21 @@ def applies_in_float(node: fx.Node) -> bool:
     query, key, value = found
     if query is None or key is None or value is None:
         return False
-    if type(query.shape[-1]) is not int or query.shape[-1] == 0 or is_few(query.shape[-2]):
+    if type(query.shape[-1]) is not int or query.shape[-1] == 0:
+        return False
+    if is_few(query.shape[-2]) and not is_few(query.shape[-2], FEW_QUERIES + 1):
         return False
     return heads_fit(query, key, value, arguments["enable_gqa"]) and (
         arguments["attn_mask"] is None or fits(arguments["attn_mask"], query, key)
     )
+
+
+def _keys_and_values(node: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Node, fx.Node]:
+    """Return the keys and values of a call, without copies for the heads of a group where both have them."""
+    given = arguments["key"], arguments["value"]
+    key, value = (without_copies(each, node) for each in given)
+    same = key.meta["val"].shape[1:2] == value.meta["val"].shape[1:2]
+    return (key, value) if same else given
 
 
 def _float32(node: Any) -> Tensor | None:

@@ -13,18 +13,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from qompose.backend import arguments_of, stand_for
-from torch import Tensor, fx
+from torch import fx
 
 from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.inductor.shared_heads import behind_copies, repeats_heads, value_of
 from qompose_x86_inductor.native import cache_attention, processor
 
 aten = torch.ops.aten
-_PASS_ON: Final = {
-    aten.reshape.default, aten.view.default, aten.expand.default, aten.clone.default,
-    aten.contiguous.default, aten.unsqueeze.default, aten.slice.Tensor,
-}  # fmt: skip
-
-
 TOO_MANY_QUERIES: Final = 9
 """With 32 of them and 4,096 keys, a prompt took 1.3 times as long as with torch's attention of floats."""
 
@@ -41,13 +36,13 @@ def found(node: fx.Node) -> tuple[Rows, Rows] | None:
     if node.target is not native_attention.IN_FLOAT or processor.isa() is None:
         return None
     arguments = arguments_of(node)
-    query, key = (_value(arguments[name]) for name in ("query", "key"))
+    query, key = (value_of(arguments[name]) for name in ("query", "key"))
     keys, values = (_rows(arguments[name]) for name in ("key", "value"))
     if query is None or key is None or keys is None or values is None:
         return None
     if query.dim() != 4 or query.dtype != torch.float32 or arguments["dropout_p"]:
         return None
-    value = _value(arguments["value"])
+    value = value_of(arguments["value"])
     if value is None or not native_attention.heads_fit(query, key, value, arguments["enable_gqa"]):
         return None
     if keys.integers.meta["val"].shape[1] != values.integers.meta["val"].shape[1]:
@@ -96,46 +91,18 @@ def _drop(ends: list[Any], call: fx.Node) -> None:
 
 def _rows(node: Any) -> Rows | None:
     """Return the integers behind keys or values (B, heads, S, columns), which their heads may share."""
-    given, chain = _value(node), []
-    while isinstance(node, fx.Node) and node.target in _PASS_ON:
-        chain.append(node)
-        node = node.args[0]
+    given, (node, chain) = value_of(node), behind_copies(node)
     if given is None or not isinstance(node, fx.Node) or node.target is not aten.mul_.Tensor:
         return None
     converted, scale = node.args
     if not isinstance(converted, fx.Node) or converted.target is not aten.to.dtype:
         return None
     rows = Rows(converted.args[0], scale)  # type: ignore[arg-type]
-    integers, scales = map(_value, rows)
+    integers, scales = map(value_of, rows)
     if integers is None or scales is None or integers.dim() != 4:
         return None
     if integers.dtype != torch.int8 or scales.shape != (*integers.shape[:-1], 1):
         return None
-    if not _repeats_heads(integers, chain[::-1], given):
+    if not repeats_heads(integers, chain, given):
         return None
     return rows
-
-
-def _repeats_heads(start: Tensor, chain: list[fx.Node], end: Tensor) -> bool:
-    """Return whether views and copies do nothing but give each head to those of a group, side by side."""
-    batch, heads, *rest = start.shape
-    if end.dim() != 4 or any(type(size) is not int for size in (*start.shape, *end.shape)):
-        return False
-    if heads == 0 or end.shape[1] % heads:
-        return False
-    times = end.shape[1] // heads
-    allowed = {
-        tuple(shape)
-        for shape in (
-            (batch, heads, *rest),
-            (batch, heads, 1, *rest),
-            (batch, heads, times, *rest),
-            (batch, heads * times, *rest),
-        )
-    }
-    return all((value := _value(n)) is not None and tuple(value.shape) in allowed for n in chain)
-
-
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None

@@ -224,9 +224,8 @@ class AttendingFloats : public RowsOfFloats {
   const Scratch s;
 };
 
-inline void attend(const FloatAttention& a, void* out, int available) {
-  // A product of floats takes as long as four of bytes, and an exponential as long as some of them.
-  attend_with<AttendingFloats>(a, 4 * (a.width + a.value_width + 24), out, available);
-}
+// Products of bytes that take as long as a query and a key: one of floats takes as long as four of them, and
+// an exponential as long as some.
+inline int64_t products_each(const Heads& a) { return 4 * (a.width + a.value_width + 24); }
 
 }  // namespace qompose_x86

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values behind the copies of them for each head of a group, which our own C++ does not need."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+_PASS_ON: Final = {
+    aten.reshape.default, aten.view.default, aten.expand.default, aten.clone.default,
+    aten.contiguous.default, aten.unsqueeze.default, aten.slice.Tensor,
+}  # fmt: skip
+
+
+def behind_copies(node: Any) -> tuple[Any, list[fx.Node]]:
+    """Return what views and copies start from, and these, the first one first."""
+    chain: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.target in _PASS_ON:
+        chain.append(node)
+        node = node.args[0]
+    return node, chain[::-1]
+
+
+def without_copies(node: fx.Node, reader: fx.Node) -> fx.Node:
+    """Return the keys or values (B, H, S, columns) of which a node gives each to the heads of a group.
+
+    That is the node itself where it does something else, or something is written to before `reader` reads it.
+    """
+    source, chain = behind_copies(node)
+    start, end = value_of(source), value_of(node)
+    if not chain or start is None or end is None or start.dim() != 4:
+        return node
+    fits = repeats_heads(start, chain, end) and not _is_written_between(chain[0], reader)
+    return source if fits else node
+
+
+def repeats_heads(start: Tensor, chain: list[fx.Node], end: Tensor) -> bool:
+    """Return whether views and copies do nothing but give each head to those of a group, side by side."""
+    batch, heads, *rest = start.shape
+    if end.dim() != 4 or any(type(size) is not int for size in (*start.shape, *end.shape)):
+        return False
+    if heads == 0 or end.shape[1] % heads:
+        return False
+    times = end.shape[1] // heads
+    allowed = {
+        tuple(shape)
+        for shape in (
+            (batch, heads, *rest),
+            (batch, heads, 1, *rest),
+            (batch, heads, times, *rest),
+            (batch, heads * times, *rest),
+        )
+    }
+    return all((value := value_of(n)) is not None and tuple(value.shape) in allowed for n in chain)
+
+
+def _is_written_between(first: fx.Node, last: fx.Node) -> bool:
+    """Return whether an operator between two nodes of a graph may write to a tensor."""
+    node = first
+    while node is not last:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and (schema is None or schema.is_mutable):
+            return True
+        node = node.next
+    return False
+
+
+def value_of(node: Any) -> Tensor | None:
+    """Return the example of a node that is a tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
