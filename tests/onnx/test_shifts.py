@@ -63,6 +63,30 @@ def test_they_are_those_of_torch(runtime: str, dtype: torch.dtype) -> None:
         assert torch.equal(found, wanted)
 
 
+class OfSizes(nn.Module):
+    """A linear, and numbers that depend on how many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.shape[0]
+        return self.linear(x), torch.full((2,), rows >> 1) + (rows << 3)
+
+
+def test_shifts_of_sizes() -> None:
+    pytest.importorskip("onnxruntime")
+    model = OfSizes()
+    result = qompose.quantize(
+        model, (torch.ones(6, 4),), backends="onnx", target="onnxruntime", progress=False,
+        calibration=[(torch.rand(6, 4),)], dynamic_shapes=({0: torch.export.Dim("rows")},),
+    )  # fmt: skip
+    for rows in (5, 6):
+        x = torch.ones(rows, 4)
+        assert torch.equal(result.model(x)[1], model(x)[1])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])

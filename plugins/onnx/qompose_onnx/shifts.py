@@ -7,6 +7,7 @@ OpenVINO 2026.4 rounds the shifted bits of uint8 and int8, and shifts negative i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -64,12 +65,20 @@ _SAME: Final = {
     aten.bitwise_left_shift.Tensor_Scalar: aten.__lshift__.Scalar,
 }
 
+_OF_SIZES: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.rshift: operator.floordiv,
+    operator.lshift: operator.mul,
+}
+
 
 def by_numbers(nodes: Iterable[Node]) -> None:
     """Let shifts by numbers be the operators that have translations, in place.
 
-    Torch's exporter promotes the number of the others to a tensor, before it translates them.
+    Torch's exporter promotes the number of the others to a tensor, before it translates them. Of sizes, as in
+    `x.shape[0] >> 1`, it translates only arithmetic.
     """
     for node in nodes:
         target: Any = node.target
         node.target = _SAME.get(target, target)
+        if target in _OF_SIZES and isinstance(node.args[1], int):
+            node.target, node.args = _OF_SIZES[target], (node.args[0], 2 ** node.args[1])
