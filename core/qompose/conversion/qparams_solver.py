@@ -522,7 +522,7 @@ class QParamsSolver:
         ]
         refused = self._found.refused
         few = [*self._too_few_examples(), *self._mostly_repeated(), *self._without_channels()]
-        few += without_rows(self.model)
+        few += self._without_rows()
         return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _choices(self) -> Iterator[tuple[int, Choice]]:
@@ -586,6 +586,15 @@ class QParamsSolver:
             f"repeated rows, or apply them by algorithms=({asking},)"
         )
 
+    def _without_rows(self) -> Iterator[str]:
+        """Name the experts to which calibration routed nothing."""
+        for sites, idle in without_rows(self.model):
+            yield (
+                f"calibration routed no rows to experts {first_of([*map(str, idle)], _EXPERTS_NAMED)} of "
+                f"the {len(sites)} of {sites[idle[0]]}: nothing was learned for their weights, and ranges "
+                "of their inputs, if any, are those of all rows. Calibrate with data that reaches them"
+            )
+
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
         for number, q in self._found.qparams.items():
@@ -636,8 +645,8 @@ def _seen_by(node: Node) -> str:
 
 
 _FEW_VALUES = 64
-_NAMED = 3
-"""How many tensors a line names."""
+_NAMED, _EXPERTS_NAMED = 3, 8
+"""How many tensors a line names, and how many experts."""
 
 
 def invalid(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:

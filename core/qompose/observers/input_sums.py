@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.errors import StatisticsError, first_of
+from qompose.errors import StatisticsError
 from qompose.observers.min_max import PlaceholderObserver
 from qompose.observers.row_sample import ODD, example_hashes, examples_of, scrambled
 from qompose.program.control_flow import nodes_in
@@ -434,8 +434,8 @@ def _decides(reader: Node) -> bool:
     return not isinstance(observer, PlaceholderObserver)
 
 
-def without_rows(model: GraphModule) -> Iterator[str]:
-    """Yield a line for each set of experts of which calibration routed nothing to some."""
+def without_rows(model: GraphModule) -> Iterator[tuple[dict[int, str], list[int]]]:
+    """Yield, of sets of experts to some of which calibration routed nothing, all sites, and those experts."""
     for _, value, observer in input_observers(model):
         if isinstance(observer, MeanObserver) and int(observer.count):
             linears = value.graph.find_nodes(
@@ -443,13 +443,9 @@ def without_rows(model: GraphModule) -> Iterator[str]:
             )
             sites = {r.expert: r.site for r in map(routed, linears) if r and r.behind is value}
             past = [int(observer.count), *(int(n / _STEPS) for n in observer.total)]
-            idle = [str(n) for n in sorted(sites) if past[n] == past[n + 1]]
+            idle = [n for n in sorted(sites) if past[n] == past[n + 1]]
             if idle:
-                yield (
-                    f"calibration routed no rows to experts {first_of(idle, 8)} of the {len(sites)} of "
-                    f"{sites[int(idle[0])]}: nothing was learned for their weights, and ranges of their "
-                    "inputs, if any, are those of all rows. Calibrate with data that reaches them"
-                )
+                yield sites, idle
 
 
 def _experts_of(value: Node) -> dict[int, Routed]:
