@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -80,6 +81,23 @@ class QuantizedModel:
                 'quantize with target="torch"'
             )
         return self.model(*args, **kwargs)
+
+    def __copy__(self) -> QuantizedModel:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        return QuantizedModel(**copy.deepcopy(vars(self), memo))
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled: torch pickles programs by tracing them anew, which fails.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "a QuantizedModel cannot be pickled. Write a file with qompose.save(result.model, path), and "
+            "read it with qompose.load(path)"
+        )
 
     def __repr__(self) -> str:
         found = self.report

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 import warnings
 from collections import UserDict
@@ -73,9 +75,24 @@ def test_the_result_is_called_as_its_model_is_and_shows_itself_in_a_line() -> No
     shown = repr(result)
     assert "\n" not in shown and " at 0x" not in shown
     assert {"torch", "toy", str(result.report.bytes_after)} <= {*re.split(r"[^\w,]+", shown)}
+    object.__setattr__(result, "model", lambda *args, **kwargs: (args, kwargs))
+    assert result(1, by=2) == ((1,), {"by": 2}), (
+        "the lowered model's call, and not the converted one's"
+    )
     object.__setattr__(result, "model", b"a program")
     with pytest.raises(TargetError, match="bytes"):
         result(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
+def test_a_result_says_how_it_is_kept() -> None:
+    result = quantized(nn.Linear(3, 4), X)
+    with pytest.raises(UserError, match=r"qompose\.save\("):
+        pickle.dumps(result)
+    assert copy.copy(result).model is result.model
+    object.__setattr__(result, "quantizer", None)  # the tests' own has what Python does not copy
+    other = copy.deepcopy(result)
+    assert other.model is not result.model and torch.equal(other(X), result(X))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,12 @@ from typing import Any, Final
 import torch._inductor
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    OutputKind,
+    SymBoolArgument,
+    SymFloatArgument,
+)
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -269,13 +275,23 @@ def _check_reads(part: Part) -> None:
 
 
 def _check_outputs(program: ExportedProgram) -> None:
-    results = program.graph_signature.user_outputs  # the graph also returns what it mutates
-    missing = [number for number, value in enumerate(results) if value is None]
-    if missing:  # torch 2.13 stops at an assertion
-        raise CompilationError(
-            f"A package can only return tensors, but output {missing[0]} of the model "
-            '(counted from 0) is None. Remove it, or compile with mode="default".'
-        )
+    """Raise CompilationError where a program returns what a package cannot; torch 2.13 hardly says so."""
+    specs = program.graph_signature.output_specs  # those of what the program mutates come first
+    for number, spec in enumerate(s for s in specs if s.kind is OutputKind.USER_OUTPUT):
+        kind = _REFUSED.get(type(spec.arg))
+        if isinstance(spec.arg, ConstantArgument) and type(spec.arg.value) is not int:
+            kind = repr(spec.arg.value)
+        if kind is not None:
+            raise CompilationError(
+                f"A package returns tensors and whole numbers, but output {number} of the model (counted "
+                f'from 0) is {kind}. Remove it, return a tensor, or compile with mode="default".'
+            )
+
+
+_REFUSED: Final[Mapping[type, str]] = {
+    SymFloatArgument: "a float that depends on sizes",
+    SymBoolArgument: "a bool that depends on sizes",
+}
 
 
 def _check_operators(program: ExportedProgram, record: Record, known: Collection[object]) -> None:

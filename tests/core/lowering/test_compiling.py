@@ -24,6 +24,7 @@ from qompose.errors import (
 )
 from qompose.lowering import compilation
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
@@ -87,6 +88,20 @@ def test_no_layout_or_type_of_an_input_compiles_anew() -> None:
                 form(wrong, factor=factor)
             assert refused.value.name == "x"
     assert counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def test_no_call_looks_at_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are nobody else's, and a decoder has hundreds."""
+    compiling, graphs = torch.compile, []
+    monkeypatch.setattr(
+        torch, "compile", lambda graph, **how: graphs.append(graph) or compiling(graph, **how)
+    )
+    qompose.compile_lowered(lowered(nn.Linear(3, 4)))
+    (graph,) = graphs
+    (entry,) = _debug_get_cache_entry_list(type(graph).forward.__code__)
+    guards = str(entry.guard_manager)
+    assert "L['input']" in guards
+    assert "_parameters" not in guards and "_buffers" not in guards
 
 
 def test_what_a_program_writes_to_an_input_arrives_whatever_its_layout() -> None:

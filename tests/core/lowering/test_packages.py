@@ -243,13 +243,17 @@ class TestRefusals:
             (lambda m, x: m.calls.copy_(x[0, :1]) + m.last.copy_(x[0, 1:2]) + m.linear(x), "calls"),
             (lambda m, x: m.linear(x) + m.calls.add_(1), "calls"),
             (lambda m, x: m.calls.copy_(x[0, :1] + m.calls.exp()) + m.linear(x), "calls"),
-            (lambda m, x: (m.linear(x), None), "None"),
+            (lambda m, x: (m.linear(x), None), "output 1.*None"),
+            (lambda m, x: (m.linear(x), 2, True), "output 2.*True"),
+            (lambda m, x: (m.linear(x), 0.5), r"output 1.*0\.5"),
         ],
         ids=[
             "state in one memory",
             "state that counts",
             "state that is read",
             "results that are none",
+            "results that are bools",
+            "results that are floats",
         ],
     )
     def test_models(self, function: Any, named: str, tmp_path: Path) -> None:
