@@ -109,6 +109,15 @@ class UnknownType(LookupError):  # noqa: N818 - it says what the type is
     """A stored type of arguments or results is not registered in this process."""
 
 
+def unwritable(error: Exception) -> str:
+    """Return why torch cannot write what a model takes or returns, with the remedy where it is known."""
+    text = str(error).rstrip(".")
+    if not isinstance(error, NotImplementedError):
+        return text
+    call = "torch.export.register_dataclass(..., serialized_type_name=...)"
+    return f"{text}. Name the type for files where it is registered: {call} for a dataclass"
+
+
 def encode_tree(spec: pytree.TreeSpec) -> str:
     """Return a TreeSpec as text, as torch writes it.
 
@@ -120,7 +129,8 @@ def encode_tree(spec: pytree.TreeSpec) -> str:
         if decode_tree(text) != spec:
             raise ValueError(f"{spec} does not survive a round trip")
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise NotStorable(f"arguments or results that a file cannot hold: {error}") from error
+        reason = unwritable(error)
+        raise NotStorable(f"arguments or results that a file cannot hold: {reason}") from error
     return text
 
 

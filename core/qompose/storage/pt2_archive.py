@@ -35,7 +35,7 @@ from qompose.program.call_signature import call_signature
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import one_thread_at_a_time
 from qompose.spec.qdq import IN_ATEN
-from qompose.storage.json_values import check_tree, expression
+from qompose.storage.json_values import check_tree, expression, unwritable
 from qompose.storage.program_json import decode_target
 
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -227,7 +227,7 @@ def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
     Raises:
         StageError: the model was not converted, or is lowered.
         UserError: `path` is not the path of a `.pt2` file, or is a directory, a pipe or a device.
-        ArtefactError: torch cannot export the model.
+        ArtefactError: torch cannot export the model, or cannot write what it takes or returns.
         OSError: the file cannot be written.
     """
     record = record_of(
@@ -244,7 +244,14 @@ def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
     destination(Path(path))
     program = _exported(model, record)
     with draft_of(Path(path)) as draft, draft.open("w+b") as file:
-        torch.export.save(program, file)
+        try:
+            torch.export.save(program, file)
+        except OSError:
+            raise
+        except Exception as error:  # a type without a name for files, among others
+            raise ArtefactError(
+                f"torch.export cannot write the model: {unwritable(error)}"
+            ) from error
 
 
 @one_thread_at_a_time

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, UserError
-from qompose.errors import StageError
+from qompose.errors import ArtefactError, StageError
 from qompose.observers import PerBlockMinMaxObserver
 from qompose.storage import pt2_archive
 from qompose.storage.pt2_archive import load_program
@@ -33,6 +34,16 @@ from tests.zoo import ZOO, ZooModel
 WEIGHTS, MODEL = "data/weights/model_weights_config.json", "models/model.json"
 EXAMPLES = "data/sample_inputs/model.pt"
 COMMAND = "__import__('os').system('touch PWNED')"
+
+
+@dataclass
+class Unnamed:
+    """torch exports what returns it, and has no name for it in files."""
+
+    y: Tensor
+
+
+torch.export.register_dataclass(Unnamed)
 
 
 def twice(m: Any, x: Tensor, pair: dict[str, Tensor]) -> Tensor:
@@ -360,6 +371,17 @@ class TestExport:
         command = [sys.executable, "-c", READER, *paths]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout.strip() == "equal", done.stderr
+
+    def test_types_without_a_name_in_files(self, tmp_path: Path) -> None:
+        result = qompose.quantize(
+            Model(lambda m, x: Unnamed(m.linear(x)), linear=nn.Linear(3, 3)),
+            randn(2, 3), backends=toy(LINEAR), calibration=[randn(2, 3)],
+        )  # fmt: skip
+        with pytest.raises(ArtefactError, match="Unnamed"):
+            result.export(tmp_path / "a.pt2")
+        with pytest.raises(ArtefactError, match="Unnamed"):
+            qompose.save(result.converted, tmp_path / "a.qompose")
+        assert not list(tmp_path.iterdir())
 
     def test_what_is_not_written(self, tmp_path: Path) -> None:
         result = qompose.quantize(linear(), backends=toy(LINEAR), calibration=[randn(2, 3)])
