@@ -94,7 +94,7 @@ def as_rich(blocks: Sequence[Block], width: int) -> Iterator[Any]:
 
     for block in blocks:
         if isinstance(block, Table):
-            yield _rich_table(block, width)
+            yield from _rich_table(block, width) if _fits(block, width) else _listed(block)
         elif block.startswith("- "):
             item = RichTable.grid(padding=(0, 1))
             item.add_column()
@@ -105,7 +105,32 @@ def as_rich(blocks: Sequence[Block], width: int) -> Iterator[Any]:
             yield Text(printable(block))
 
 
-def _rich_table(table: Table, columns: int) -> RichTable:
+def _listed(table: Table) -> Iterator[Any]:
+    """Yield the rows of a table that is too wide, each with its cells one below the other."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    for row in table.rows:
+        yield Text(printable(_cell(row[0])))
+        if len(row) > 1:
+            item = RichTable.grid(padding=(0, 1))
+            item.add_column()
+            item.add_column(overflow="fold")
+            told = (
+                (t, cell) for t, cell in zip(table.header[1:], row[1:], strict=True) if _cell(cell)
+            )
+            for title, cell in told:
+                item.add_row(f"  {title}", Text(printable(_cell(cell))))
+            yield item
+
+
+def _fits(table: Table, columns: int) -> bool:
+    """Tell whether a table has space for all its columns, with the longest words broken at most."""
+    shortest = _extents(table)[1]
+    return sum(_broken(shortest, columns - 2 * len(shortest))) <= columns - 2 * len(shortest)
+
+
+def _rich_table(table: Table, columns: int) -> Iterator[RichTable]:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -125,11 +150,11 @@ def _rich_table(table: Table, columns: int) -> RichTable:
         cells = [Text(printable(_cell(cell))) for cell in row]
         style = f"bold {table.styles.get(str(row[0]), '')}".strip() if len(row) == 1 else ""
         result.add_row(*cells, style=style)
-    return result
+    yield result
 
 
-def _widths(table: Table, columns: int) -> list[int | None]:
-    """Return widths of columns in which no word is broken, or None for each where that is not possible."""
+def _extents(table: Table) -> tuple[list[int], list[int]]:
+    """Return how wide each column is where no cell is wrapped, and where all are, between words."""
     from rich.cells import cell_len
 
     longest, shortest = [], []
@@ -140,6 +165,14 @@ def _widths(table: Table, columns: int) -> list[int | None]:
         longest.append(max(map(cell_len, (title, *cells, *headings)), default=0))
         words = (word for cell in (title, *cells) for word in (cell.split() if wraps else [cell]))
         shortest.append(max(map(cell_len, words), default=0))
+    return longest, shortest
+
+
+def _widths(table: Table, columns: int) -> list[int | None]:
+    """Return widths of columns, in which few words are broken; None for each where rich may choose."""
+    longest, shortest = _extents(table)
+    if sum(shortest) > columns:
+        shortest = _broken(shortest, columns)
     free = columns - sum(shortest)
     wanted = [long - short for long, short in zip(longest, shortest, strict=True)]
     if free < 0 or sum(wanted) <= free:
@@ -151,6 +184,19 @@ def _widths(table: Table, columns: int) -> list[int | None]:
         result[column] = shortest[column] + share
         free -= share
     return result
+
+
+def _broken(shortest: Sequence[int], columns: int) -> list[int]:
+    """Return widths that break the longest words, and those as little as they can, if that is enough."""
+    for bound in range(max(shortest), _LEAST_WIDTH - 1, -1):
+        widths = [min(width, bound) for width in shortest]
+        if sum(widths) <= columns:
+            return widths
+    return list(shortest)
+
+
+_LEAST_WIDTH = 12
+"""The least columns for words that are broken: with fewer, each row is a list of its cells."""
 
 
 def as_text(blocks: Sequence[Block], width: int, *, colors: bool = False) -> str:

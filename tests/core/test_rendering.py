@@ -58,3 +58,18 @@ def test_a_program_may_have_no_stderr(monkeypatch: pytest.MonkeyPatch, stderr: o
     monkeypatch.setattr("sys.stderr", stderr)
     assert not on_terminal(None)
     assert on_terminal(True)
+
+
+NARROW = Table(
+    ("value", "state", "SQNR", "range used"),
+    (("encoder.layers.0.attention", "simulated", "32.1", "99%"), ("x", "int8", "inf", "")),
+)
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 44, 60])
+def test_words_are_whole_however_narrow_the_terminal(width: int) -> None:
+    """But for those that are longer than a line, or that a table breaks to have space for the others."""
+    text = as_text([NARROW], width)
+    assert max(map(len, text.splitlines())) <= width
+    words = {"simulated", "int8", "32.1", "inf", "99%", "SQNR", "used"}
+    assert words <= set(text.split())
