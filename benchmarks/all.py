@@ -130,6 +130,13 @@ BENCHMARKS = (
         (*_SHORT, "--models", "decode", "--engines", "float"),
     ),
     Benchmark(
+        "decoder_profile",
+        "Where does a token's time go in a decoder's package?",
+        ("qompose", "qompose_embedding", "qompose_x86_inductor", "torch", "transformers"),
+        ("--seconds", "1"),
+        figures=False,
+    ),
+    Benchmark(
         "experts",
         "How accurate is each expert of a mixture on its own rows, by form?",
         ("qompose", "qompose_x86_inductor", "torch", "transformers"),

@@ -75,7 +75,7 @@ def programs(cache: int, lengths: dict[str, int], *, small: bool = False) -> dic
     }
 
 
-def _x86(
+def x86(
     mode: str, *, compiled: str = "", small: bool = False
 ) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
@@ -251,7 +251,7 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
     "float": _float(compiled=False),
     "float, compiled": _float(compiled=True),
     **{
-        f"x86 {mode}{form}": _x86(mode, compiled=compiled)
+        f"x86 {mode}{form}": x86(mode, compiled=compiled)
         for mode in ("8", "4", "4 with cache 8", "cache 8", "dynamic 8", "dynamic 8x4")
         for form, compiled in (("", ""), (", compiled", "default"), (", package", "package"))
     },
@@ -286,7 +286,7 @@ def memory_of(engine: str, lowered: Any) -> int:
 
     mode, compiled = engine.removeprefix("x86 ").partition(",")[::2]
     lengths = {"prefill": PROMPT, "decode": 1}
-    _, small = _x86(mode, small=True)(PROMPT + STEPS, lengths)
+    _, small = x86(mode, small=True)(PROMPT + STEPS, lengths)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{name}.qompose" for name in ("small", "methods")]
         for model, file in zip((small["lowered"], lowered), files, strict=True):
