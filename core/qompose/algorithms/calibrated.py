@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.channel_factors import (
+    Absorbers,
     ChannelFactors,
     Divided,
     Factors,
@@ -146,8 +147,14 @@ class Calibrated:
         """Return the group of a parameter."""
         return self.group_of_value[self.nodes[name]]
 
-    def take(self, number: int, balance: Balance, factors: Factors) -> None:
-        """Give a group factors, and the parameters behind or before it what evens them out."""
+    def take(
+        self, number: int, balance: Balance, factors: Factors, absorbers: Absorbers | None = None
+    ) -> None:
+        """Give a group factors, and the parameters behind or before it what evens them out.
+
+        Args:
+            absorbers: what divides the channels, where neither an operator nor a normalization does.
+        """
         found, outward = self.factors, balance.side == OUTPUT
         vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
         absorbed = [(name, (vector, dim)) for name in balance.weights]
@@ -157,6 +164,9 @@ class Calibrated:
             found.taken_up.setdefault(name, []).append(factor)
         found.factors[number] = factors
         found.weights.update((self.weight_group(name), name) for name in balance.weights)
+        if absorbers is not None:
+            self._absorb(factors.values, absorbers)
+            found.absorbers[number] = absorbers
 
     def divide(self, source: str, divided: Divided, weights: Sequence[str]) -> None:
         """Have a float tensor divided by factors, which the weights of those that read it take up.
@@ -178,21 +188,25 @@ class Calibrated:
             )
         if values.shape != (channels,) or not bool((values.isfinite() & (values > 0)).all()):
             raise ValueError(f"factors of {source} must be {channels} positive, finite numbers")
-        absorbed, taking = [(name, (values, 1)) for name in weights], [*weights]
         if divided.absorbers is not None:
             of_rows, rows = divided.absorbers.of_rows(values), divided.absorbers.rows
             if not torch.equal(of_rows[rows.to(values.device)], 1 / values):
                 raise ValueError(
                     f"factors of {source} must be equal for channels absorbed by one parameter row"
                 )
-            absorbed += [(name, (of_rows, 0)) for name in divided.absorbers.parameters]
-            taking += [
-                n for n in divided.absorbers.parameters if self.nodes[n] in self.group_of_value
-            ]
-        for name, factor in absorbed:
-            found.taken_up.setdefault(name, []).append(factor)
+        for name in weights:
+            found.taken_up.setdefault(name, []).append((values, 1))
+        if divided.absorbers is not None:
+            self._absorb(values, divided.absorbers)
         found.divided[source] = divided
-        found.weights.update((self.weight_group(name), name) for name in taking)
+        found.weights.update((self.weight_group(name), name) for name in weights)
+
+    def _absorb(self, values: Tensor, absorbers: Absorbers) -> None:
+        """Have the rows of parameters divided by factors of the channels that come from them."""
+        for name in absorbers.parameters:
+            self.factors.taken_up.setdefault(name, []).append((absorbers.of_rows(values), 0))
+            if self.nodes[name] in self.group_of_value:
+                self.factors.weights[self.weight_group(name)] = name
 
     def scheme(self, number: int) -> Scheme:
         """Return how a group of activations is quantized."""

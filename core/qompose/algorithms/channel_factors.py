@@ -124,11 +124,13 @@ class ChannelFactors:
         weights: by group of a weight that takes up factors, its name.
         taken_up: by name of a parameter, vectors and the dimensions along which they multiply it.
         divided: by name of a float tensor, what its readers divide it by.
+        absorbers: by group with factors, the parameters far in front of it that divide its channels.
     """
 
     plan: Plan
     nodes: Mapping[str, Node]
     factors: dict[int, Factors] = field(default_factory=dict)
+    absorbers: dict[int, Absorbers] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     taken_up: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
     divided: dict[str, Divided] = field(default_factory=dict)
@@ -151,7 +153,8 @@ class ChannelFactors:
         """Return all other parameters that take up factors, with those: biases, and what makes an input."""
         sides = [group.balance for group in self.plan.groups if group.balance is not None]
         names = [name for side in sides for name in (*side.biases, *side.absorbers)]
-        found = (divided.absorbers for divided in self.divided.values())
+        found = [divided.absorbers for divided in self.divided.values()]
+        found += self.absorbers.values()
         names += [name for absorbers in found if absorbers for name in absorbers.parameters]
         as_integers = {*self.weights.values()}
         changed = (n for n in names if n in self.taken_up and n not in as_integers)
@@ -189,6 +192,8 @@ def commit_factors(found: ChannelFactors) -> None:
         if balance is not None and (balance.side == OUTPUT or balance.absorbers):
             for name in _given_by(group.points[0].source, found.plan.claims):
                 _tag_factors(found.nodes[name], [(balance.dim, 1 / factors.values)])
+    for number, absorbers in found.absorbers.items():
+        _tag_path(found.nodes, absorbers, found.factors[number].values)
     for divided in found.divided.values():
         if divided.absorbers is not None:
             _tag_path(found.nodes, divided.absorbers, divided.values)

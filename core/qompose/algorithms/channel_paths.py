@@ -64,27 +64,35 @@ def absorbers_of(
 
 
 def find_absorbers(
-    found: Calibrated, source: Node, users: Collection[str], dim: int
+    found: Calibrated, source: Node, users: Collection[str], dim: int, *, with_range: bool = False
 ) -> Absorbers | None:
     """Return the parameters that may take up factors of a tensor's channels, None where there are none.
 
     Args:
         users: the operators for which the channels are divided.
         dim: the dimension of the channels.
+        with_range: whether the tensor itself may be integers, as its range changes with the factors.
     """
     if {user.name for user in _reading(source)} != set(users):
         return None
     for way in _ways(source, set()):
         parameters, of_output = _parameters(found, way[0])
-        absorbers = parameters and _absorbing(found, way, parameters, of_output, dim)
+        inside = way[:-1] if with_range else way
+        if any(_is_quantized(found, node) for node in inside):
+            continue
+        absorbers = parameters and _absorbing(way, parameters, of_output, dim)
         if absorbers:
             return absorbers
     return None
 
 
 def _reading(value: Node) -> Iterator[Node]:
-    """Yield the operators that read a value: observers of sums read it for nobody."""
-    return (user for user in value.users if user.op != "call_module" or user.users)
+    """Yield the operators that read a value, behind observers too; those of sums read it for nobody."""
+    for user in value.users:
+        if user.op == "call_module":
+            yield from _reading(user)
+        else:
+            yield user
 
 
 _NORMS = (aten.layer_norm.default, aten.rms_norm.default)
@@ -178,7 +186,7 @@ def _rows_are_apart(found: Calibrated, product: Operands) -> bool:
 
 
 def _absorbing(
-    found: Calibrated, way: list[Node], parameters: tuple[str, ...], of_output: int, dim: int
+    way: list[Node], parameters: tuple[str, ...], of_output: int, dim: int
 ) -> Absorbers | None:
     """Return the parameters with the row of each channel, None where factors do not come through."""
     rows, source = _sent(way, of_output), way[-1]
@@ -194,8 +202,6 @@ def _absorbing(
     for node, following in itertools.pairwise(way):
         if not _alone(node, following, rows, scaled):
             return None
-    if any(_is_quantized(found, node) for node in way):
-        return None
     held = {node.name: _compact(of) for node, of in rows.items() if isinstance(of, Tensor)}
     return Absorbers(parameters, of_channels, count, held)
 
@@ -204,7 +210,7 @@ def _is_quantized(found: Calibrated, node: Node) -> bool:
     """Tell whether a value is integers somewhere, whose range was seen without factors."""
     quantized = found.plan.group_of
     return Point(node.name) in quantized or any(
-        Point(node.name, user.name) in quantized for user in node.users
+        Point(node.name, user.name) in quantized for user in _reading(node)
     )
 
 

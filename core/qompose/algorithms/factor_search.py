@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from qompose.algorithms.calibrated import RoundedWeight, Scheme
-from qompose.algorithms.channel_factors import JUDGED, Factors, in_steps
+from qompose.algorithms.channel_factors import JUDGED, Absorbers, Factors, in_steps
 from qompose.observers.auto_range import measured_against
 from qompose.observers.channel_ranges import ChannelSample
 from qompose.spec.qparams import along, fake_quantize
 
 _LEAST_GAIN, _PLENTY_OF_WORK = 2.0, 256
+"""What data from elsewhere takes off a gain, and the work beside which a pass is nothing.
+
+Rows held back are of the same source as those that factors are made from. Factors take the headroom of quiet
+channels, of which other data makes use, and a value that is cut off has an error of many that are rounded. A
+U-Net's gains of 1.16 to 1.58 on images like those of calibration were 0.02 to 0.83 on photographs, those of
+2.1 and 5.9 were 1.4 and 4.1; a language model's of 1.55 was 0.09 on texts in other languages.
+"""
 _EXPONENTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 _LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
 _MEDIAN = 0.5
@@ -42,6 +49,7 @@ def input_factors(
     needed: float | None = None,
     alpha: float | None = None,
     expected: Tensor | None = None,
+    absorbers: Absorbers | None = None,
 ) -> Factors | None:
     """Return factors for the input of products, or None where none are worthwhile.
 
@@ -54,15 +62,18 @@ def input_factors(
     Args:
         products: weights, shape `(out, C, ...)`, or some of their rows.
         qparams: scale and zero point without factors; None where they are chosen at run time.
-        needed: how many times smaller the error has to become; None where it has to be worth its time.
+        needed: how many times smaller the error has to become; None where it has to be so on data from
+            elsewhere, and to be worth its time.
         alpha: the only exponent to try, with the median.
         expected: magnitudes that the range has to hold besides what was seen, by channel, `(C,)`.
+        absorbers: parameters that divide the channels for nothing; those of one row get one factor.
     """
     weights = [product.values for product in products]
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w in weights]).amax(0)
 
     def size(seen: ChannelSample, exponent: float) -> Tensor:
-        return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
+        sizes = seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
+        return sizes if absorbers is None else absorbers.even(sizes)
 
     work = [weight.numel() // weight.shape[1] for weight in weights]
     judged = [_Outputs.of(product, max(1, sum(work) // JUDGED)) for product in products]
@@ -79,7 +90,7 @@ def input_factors(
         return error
 
     if needed is None:
-        needed = _needed_gain(work)
+        needed = _LEAST_GAIN if absorbers else _needed_gain(work)
     search = _Search(channels, size, scheme, qparams, error_on, expected)
     return search.best(
         needed, *((_EXPONENTS, _LEVELS) if alpha is None else ((alpha,), (_MEDIAN,)))

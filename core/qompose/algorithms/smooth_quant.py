@@ -11,11 +11,12 @@ the weight takes up the rest. Factors are powers of `2 ** 0.25`: finer steps tha
 channels better, but `W diag(d)` and `x / d` are rounded to floats once more. In float32 that changes a value
 by about one part in ten million, far below a step of the integers.
 
-Channel scaling does it only at the border to float operators, where the extra product meets a float tensor,
-and only where it is worth its time: where it halves the squared error at least, and saves more the smaller
-the product is that it serves (`qompose.algorithms.factor_search`). That is measured on rows of the
-calibration data from which the factors were not made: a range of each channel takes many more rows to find
-than one for all of them, and from a few rows it is too narrow for the next.
+Channel scaling does it only at the border to float operators, and where it halves the squared error at least
+(`qompose.algorithms.factor_search`). The rows of a product or normalization in front take up the division
+where they can, as through a relu, an attention or a gate. Where they cannot, an extra product meets a float
+tensor, and has to be worth its time: it saves more the smaller the product is that it serves. Gains are
+measured on rows of the calibration data from which the factors were not made: a range of each channel takes
+many more rows to find than one for all of them, and from a few rows it is too narrow for the next.
 
 SmoothQuant is for inputs alone, and goes further, because it is asked for: weights may have one scale,
 activations may be dynamic, and a gain need not pay for a pass over the tensor. Where a layer norm makes the
@@ -36,13 +37,14 @@ from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import (
+    Absorbers,
     Factors,
     gain_needed,
     is_per_channel,
     parameter_of,
     who_divides,
 )
-from qompose.algorithms.channel_paths import absorbers_of
+from qompose.algorithms.channel_paths import absorbers_of, find_absorbers
 from qompose.algorithms.factor_search import input_factors, output_factors
 from qompose.algorithms.interface import Algorithm, Watched
 from qompose.algorithms.products import product_node
@@ -130,7 +132,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
     qparams = None if dynamic else observer.calculate_qparams()
     products, scheme = [*found.weights(balance.weights)], found.scheme(number)
-    expected = _expected(found, balance)
+    expected = _expected(found, balance.absorbers)
     factors = input_factors(
         observer.channels, products, scheme, qparams, needed, balance.alpha, expected
     )
@@ -142,15 +144,15 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     return factors
 
 
-def _expected(found: Calibrated, balance: Balance) -> Tensor | None:
-    """Return magnitudes that the channels of a normalization may well have, whatever was seen of them.
+def _expected(found: Calibrated, absorbers: Sequence[str]) -> Tensor | None:
+    """Return magnitudes that the rows of a normalization may well have, whatever was seen of them.
 
     Data that is mostly padding leaves channels quiet that are not so on other data, and rows held back are of
     the same kind. A range for what is left of the loud ones would cut them off, which cost a ConvNeXt 10 dB.
     """
-    parameters = [found.factors.constant(name).abs().float() for name in balance.absorbers]
-    if not parameters:
-        return None
+    parameters = [found.factors.constant(name).abs().float() for name in absorbers]
+    if not parameters or parameters[0].dim() > 1:
+        return None  # a product tells nothing of what it gives
     scale, *bias = parameters
     return _DEVIATIONS * scale + sum(bias)
 
@@ -314,38 +316,61 @@ class ChannelScaling(Algorithm):
         return Watched({number: balance for number, balance in found.items() if balance})
 
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
-        factors = _worthwhile(found, number, balance)
+        factors, absorbers = _worthwhile(found, number, balance)
         if factors is not None:
-            found.take(number, balance, factors)
-            found.made.append(
-                f"balanced the channels of {found.plan.groups[number].points[0]}: {factors.effect}"
-            )
+            found.take(number, balance, factors, absorbers)
+            how = f", {who_divides(absorbers.parameters, found.nodes)}" if absorbers else ""
+            point = found.plan.groups[number].points[0]
+            found.made.append(f"balanced the channels of {point}{how}: {factors.effect}")
 
 
-def _worthwhile(found: Calibrated, number: int, balance: Balance) -> Factors | None:
-    """Return the factors of a group that are worth their time."""
+def _worthwhile(
+    found: Calibrated, number: int, balance: Balance
+) -> tuple[Factors | None, Absorbers | None]:
+    """Return the factors of a group that are worth their time, and what divides by them for nothing."""
     observer = found.observers[number]
     weight_groups = [found.plan.groups[found.weight_group(name)] for name in balance.weights]
     per_channel = all(map(is_per_channel, weight_groups))
     if not isinstance(observer, PerChannelRangeObserver) or not per_channel:
-        return None  # a replaced observer; a weight that cannot take up factors
+        return None, None  # a replaced observer; a weight that cannot take up factors
     if not observer.knows_channels:
-        return None  # statistics of another preparation, which did not look at channels
+        return None, None  # statistics of another preparation, which did not look at channels
     if observer.range_is_set:
         point = found.plan.groups[number].points[0]
         found.refused.append(f"did not balance the channels of {point}: its range was set manually")
-        return None
+        return None, None
     if not found.is_whole(number):
-        return None  # a reader left in float
-    channels, scheme = observer.channels, found.scheme(number)
-    if balance.side == OUTPUT:
-        weight = found.factors.constant(balance.weights[0])
-        return output_factors(channels, weight, scheme, observer.calculate_qparams())
+        return None, None  # a reader left in float
+    if balance.side == INPUT:
+        return _of_input(found, number, balance, observer)
+    weight = found.factors.constant(balance.weights[0])
+    scheme, qparams = found.scheme(number), observer.calculate_qparams()
+    return output_factors(observer.channels, weight, scheme, qparams), None
+
+
+def _of_input(
+    found: Calibrated, number: int, balance: Balance, observer: PerChannelRangeObserver
+) -> tuple[Factors | None, Absorbers | None]:
+    """Return the factors of a product's input that are worth their time, and what takes them up."""
+    channels, points = observer.channels, found.plan.groups[number].points
     shapes = [parameter_of(found.nodes[name]).shape for name in balance.weights]
     if any(shape[1] != channels.low.numel() for shape in shapes):
-        return None  # a grouped convolution
-    products = [*found.weights(balance.weights)]
-    return input_factors(channels, products, scheme, observer.calculate_qparams())
+        return None, None  # a grouped convolution
+    source, users = found.nodes[points[0].source], [point.user for point in points if point.user]
+    absorbers = find_absorbers(found, source, users, balance.dim, with_range=True)
+    expected = None
+    if absorbers is not None:
+        of_rows = _expected(found, absorbers.parameters)
+        expected = None if of_rows is None else of_rows[absorbers.rows.to(of_rows.device)]
+    factors = input_factors(
+        channels,
+        [*found.weights(balance.weights)],
+        found.scheme(number),
+        observer.calculate_qparams(),
+        expected=expected,
+        absorbers=absorbers,
+    )
+    return factors, absorbers
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,8 @@ from qompose.observers.config import ACTIVATION_RANGES, OF_TORCH
 from torch import Tensor, nn
 
 from tests.core import toy as toys
-from tests.core.toy import LINEAR, STATIC as PLAIN, Model, convert, export, toy
+from tests.core.algorithms.test_awq import FOLDED, LEFT, Unrounded, loud_rows, multiplications
+from tests.core.toy import LINEAR, STATIC as PLAIN, Model, convert, export, randn, toy
 
 BALANCED = replace(PLAIN, balance=True, weight=replace(
     PLAIN.weight, qscheme=torch.per_channel_symmetric, ch_axis=0,
@@ -159,3 +161,56 @@ def test_a_group_with_a_reader_left_in_float_is_not_balanced() -> None:
     x[:, 1] *= 100
     converted = convert(export(model, x), toy(RULE, config=BALANCED), x)
     assert torch.equal(converted(x)[1], model(x)[1]), "its output held infinities: it stays float"
+
+
+INPUTS = replace(BALANCED, output_activation=None)
+
+
+def loud_inside(forward: Callable[..., Tensor], first: nn.Module, last: nn.Module) -> Any:
+    """Two layers with loud channels between them, which the second reads by small columns."""
+    model, read = loud_rows(forward, first, last), list[Tensor]()
+    hook = model.last.register_forward_pre_hook(lambda _, inputs: read.extend(inputs))
+    with torch.no_grad():
+        model(SEEN)
+        hook.remove()
+        model.last.weight.div_(read[0].flatten(0, -2).std(0))
+    return model
+
+
+SEEN, OTHER = randn(40, 16, 48), randn(40, 16, 48, seed=1)
+
+
+def in_float_parts(model: nn.Module, config: QuantizationConfig) -> Any:
+    """The model converted, with weights that are quantized as it runs."""
+    prepared = toys.prepare(export(model, SEEN), toy(RULE, config=config))
+    prepared(SEEN)
+    return qompose.convert_pt2e(prepared, fold_quantize=False)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_layer_in_front_divides_without_an_operator(name: str) -> None:
+    """In float the program is the same to rounding, and values on the way are compared without factors."""
+    model = loud_inside(*map(copy.deepcopy, FOLDED[name]))
+    scaled, plain = (in_float_parts(model, replace(INPUTS, balance=b)) for b in (True, False))
+    (line,) = (line for line in qompose.report(scaled).rewrites if "-> linear" in line)
+    assert "first.weight and first.bias" in line
+    assert multiplications(scaled) == multiplications(plain)
+    with torch.no_grad():
+        assert toys.sqnr(model(OTHER), Unrounded(scaled).run(OTHER)) > 100
+        found = toys.sqnr(model(OTHER), scaled(OTHER))
+        assert found > toys.sqnr(model(OTHER), plain(OTHER)) + 3
+    compared = qompose.compare(export(model, OTHER), scaled, [(OTHER,)])
+    assert min(row.sqnr for row in compared.rows) > found - 3
+
+
+@pytest.mark.parametrize(("name", "config"), [("gelu", INPUTS), ("another reads it", INPUTS),
+                                              ("gate", BALANCED)])  # fmt: skip
+def test_where_no_layer_in_front_may_divide_an_operator_does(
+    name: str, config: QuantizationConfig
+) -> None:
+    """Nor may one whose output is integers, of a range that was seen without factors."""
+    model = loud_inside(*map(copy.deepcopy, (FOLDED | LEFT)[name]))
+    scaled, plain = (in_float_parts(model, replace(config, balance=b)) for b in (True, False))
+    assert not any("first.weight" in line for line in qompose.report(scaled).rewrites)
+    assert multiplications(scaled) > multiplications(plain)
+    assert toys.sqnr(model(OTHER), scaled(OTHER)) > toys.sqnr(model(OTHER), plain(OTHER)) + 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from qompose.algorithms import factor_search
 from qompose.algorithms.calibrated import RoundedWeight, Scheme
+from qompose.algorithms.channel_factors import Absorbers
 from qompose.observers.channel_ranges import ChannelSample
 from qompose.observers.min_max import MinMaxObserver
 from torch import Tensor
@@ -57,6 +58,21 @@ def test_the_best_exponent_level_and_room_are_nearly_found(
 def test_factors_are_worth_their_time_where_there_are_many_outputs() -> None:
     assert found(*uneven(1, -0.5, outputs=512)) is not None
     assert found(*uneven(1, -0.5, outputs=24)) is None
+
+
+def test_what_a_parameter_divides_by_need_not_be_worth_its_time() -> None:
+    """Yet data from elsewhere has to be reckoned with."""
+    each = Absorbers(("weight",), torch.arange(32), 32, {})
+    gains = [found(*uneven(size, -0.5), needed=0.0).gain for size in (0.3, 1)]
+    assert gains[0] < 2 < gains[1]
+    assert found(*uneven(0.3, -0.5), absorbers=each) is None
+    assert found(*uneven(1, -0.5), absorbers=each) is not None is found(*uneven(1, -0.5))
+
+
+def test_channels_of_one_row_have_one_factor() -> None:
+    pairs = Absorbers(("weight",), torch.arange(16).repeat_interleave(2), 16, {})
+    values = found(*uneven(1, -0.5), needed=0.0, absorbers=pairs).values
+    assert torch.equal(values[::2], values[1::2]) and values.amax() > 1
 
 
 def test_just_what_is_needed_is_enough() -> None:
