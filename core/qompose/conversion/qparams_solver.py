@@ -372,6 +372,9 @@ class QParamsSolver:
             self._drop(group, f"{group.points[0]} never saw calibration data")
         for point in idle:
             self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
+        for number in set(range(len(self.plan.groups))) - {*missing}:
+            if self._needs_data(number) and _saw_only_nan(self.observer(number)):
+                raise CalibrationError(f"{self.describe(number)} was NaN in all of the training")
 
     def _check_learned(self, allow_uncalibrated: bool) -> None:
         """Check that algorithms which learn from data had their turn.
@@ -642,6 +645,13 @@ def _seen_by(node: Node) -> str:
         assert isinstance(source, Node)
         node = source
     return node.name
+
+
+def _saw_only_nan(observer: object) -> bool:
+    """Return whether all that a fake quantizer was trained with is NaN, which it lets pass, as in a loss."""
+    if not isinstance(observer, FakeQuantize) or observer.constant or not observer.estimates:
+        return False
+    return observer.calibrated and observer.screen.values == 0
 
 
 _FEW_VALUES = 64

@@ -129,7 +129,7 @@ class TensorScreen(nn.Module):
     """What was seen of one tensor: see `Screen`, whose place it takes in an observer.
 
     Attributes:
-        counts: how many values were masked, and how many were seen, int64 of shape `(2,)`.
+        counts: how many values were masked, and how many were seen that are not NaN, int64 of shape `(2,)`.
         sizes: `bulk` and `far`, float32 of shape `(2,)`.
     """
 
@@ -156,7 +156,8 @@ class TensorScreen(nn.Module):
         seen = torch.stack([bulk, far, masked]).float().to(self.sizes.device)
         if self.together:
             distributed.all_reduce(seen, distributed.ReduceOp.MAX)
-        self.counts.add_(torch.stack([seen[2].long(), torch.full_like(self.counts[1], x.numel())]))
+        values = (x == x).sum().to(self.counts)  # without NaN
+        self.counts.add_(torch.stack([seen[2].long(), values]))
         self.sizes.copy_(torch.maximum(self.sizes, seen[:2]))
         return Cleaned(kept, low.float(), high.float())
 

@@ -16,6 +16,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationSpec
+from qompose.errors import CalibrationError
 from qompose.observers import LearnableFakeQuantize
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.training.train_eval import BatchNorm
@@ -526,6 +527,14 @@ def test_a_step_that_overflowed_is_over(bad: float) -> None:
     assert {row.operator for row in qompose.report(converted).rows if row.state == "float"} == {
         "aten.dropout"
     }
+
+
+def test_training_on_nothing_but_nan_is_no_training() -> None:
+    x = batch_for("linear")
+    prepared = prepared_for(product_model("linear", "relu", bias=True, norm=False).train(), x)
+    prepared(x * math.nan)
+    with pytest.raises(CalibrationError):
+        qompose.convert_pt2e(prepared)
 
 
 def test_dropout_in_a_branch() -> None:
