@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 Item = TypeVar("Item", bound=Hashable)
@@ -29,17 +30,27 @@ _RETURNED = frozenset(
         aten.feature_dropout.default,
         aten.feature_alpha_dropout.default,
         aten.type_as.default,
+        aten.to_dense.default,
+        aten.conj_physical.default,
         aten.atleast_1d.default,
         aten.atleast_2d.default,
         aten.atleast_3d.default,
+        aten.atleast_1d.Sequence,
+        aten.atleast_2d.Sequence,
+        aten.atleast_3d.Sequence,
         aten.broadcast_tensors.default,
         aten.meshgrid.default,
         aten.meshgrid.indexing,
+        aten.cartesian_prod.default,
         aten.sum_to_size.default,
         aten.linalg_diagonal.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten._unsafe_view.default,
     }
 )
-"""What may give back an argument, or views of it, and does not say so in its schema."""
+"""What may give back its first argument, or views of it, and does not say so in its schema."""
 
 
 class DisjointSets(Generic[Item]):
@@ -229,12 +240,22 @@ def aliased(node: Node) -> Iterator[Node]:
     """Yield the arguments whose memory a call's value shares, or to which the call writes."""
     for _, value in _arguments(node):
         yield value
-    if node.op == "call_function" and node.target in _RETURNED:
-        yield from node.all_input_nodes
+    yield from _given_back(node)
     if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], Node):
         yield node.args[0]
     for operand, _ in _touched_by_body(node):
         yield operand
+
+
+def _given_back(node: Node) -> Iterator[Node]:
+    """Yield the arguments that a call may give back, or views of them, where its schema does not say so."""
+    if node.op != "call_function":
+        return
+    if node.target in _RETURNED:
+        leaves = pytree.tree_leaves(node.args[:1])
+        yield from (value for value in leaves if isinstance(value, Node))
+    if node.target is aten.einsum.default and len(node.all_input_nodes) == 1:
+        yield from node.all_input_nodes  # without a product, which permutes and takes diagonals
 
 
 def _written(node: Node) -> Iterator[Node]:

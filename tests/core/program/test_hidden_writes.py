@@ -199,6 +199,8 @@ RETURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dropout": lambda y, x: nn.functional.dropout(y, 0.5, training=False),
     "type_as": lambda y, x: y.type_as(x),
     "broadcast_tensors": lambda y, x: torch.broadcast_tensors(y, x)[0],
+    "einsum": lambda y, x: torch.einsum("ab->ab", y),
+    "unsafe_chunk": lambda y, x: torch.unsafe_chunk(y, 1)[0],
 }
 
 
@@ -218,3 +220,8 @@ def test_what_gives_back_its_argument_without_saying_so(
     converted = convert(export(model, X), toy(LINEAR, ADD), X)
     assert sqnr(model(X), converted(X)) > 30
     assert inputs_written(export(Model(lambda m, x: same(x, x).add_(1)), X.clone()).graph) == [0]
+
+
+def test_type_as_gives_back_no_memory_of_the_other_tensor() -> None:
+    model = layers(lambda m, x: m.a(x).type_as(x).add_(1))
+    assert inputs_written(export(model, X.clone()).graph) == []
