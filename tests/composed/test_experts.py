@@ -180,7 +180,7 @@ def test_what_another_expert_computes_changes_nothing(value: float) -> None:
     forms = [qompose.prepare_pt2e(torch.export.export(model, given), quantizer)]
     if math.isfinite(value):
         forms += [converted := qompose.convert_pt2e(forms[0]), qompose.lower(converted)]
-    for form, least in zip(forms, (100.0, 33.0, 33.0), strict=False):
+    for form, least in zip(forms, (100.0, 30.0, 30.0), strict=False):  # seven bits without VNNI
         found = form(*given).chunk(EXPERTS)
         assert all(sqnr(wanted[expert], found[expert]) >= least for expert in (0, 2, 3))
         assert not found[1].isfinite().all()
