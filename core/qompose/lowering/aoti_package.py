@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch._inductor
 from torch import Tensor
@@ -234,12 +234,25 @@ def _copied_back(
     """
     values = check(*args, **kwargs)
     targets = {id(values[place]) for place in written}
-    copies = contiguous((args, kwargs))
+    copies = pytree.tree_map_only(Tensor, _copying(), (args, kwargs))
     result = run(*copies[0], **copies[1])
     for value, copy in zip(*map(pytree.tree_leaves, ((args, kwargs), copies)), strict=True):
         if id(value) in targets and value.data_ptr() != copy.data_ptr():
             value.detach().copy_(copy)
     return result
+
+
+def _copying() -> Callable[[Tensor], Tensor]:
+    """Return `contiguous`, which has one copy of a tensor that is given twice, as it may be written to."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+
+    def copied(x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return cast(Tensor, contiguous(x))
+        view = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        return copies.setdefault(view, contiguous(x))
+
+    return copied
 
 
 def contiguous(value: Any) -> Any:

@@ -122,8 +122,13 @@ def test_inputs_that_a_program_only_reads_are_not_written_to() -> None:
     compiled, row = qompose.compile_lowered(model), X[:1].expand(6, 3)
     torch.testing.assert_close(compiled(X.clone(), row), model(X.clone(), row))
     whole = X.t().contiguous().t()
-    compiled(whole, whole.view(whole.shape))
+    expected = X.t().contiguous().t()
+    torch.testing.assert_close(
+        compiled(whole, whole.view(whole.shape)), model(expected, expected.view(expected.shape))
+    )
     assert torch.equal(whole, 2 * X)
+    torch.testing.assert_close(compiled(whole, whole), model(expected, expected))
+    assert torch.equal(whole, 4 * X)
 
 
 @pytest.mark.full
