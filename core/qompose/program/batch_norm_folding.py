@@ -19,6 +19,7 @@ from qompose.program.graph import (
     describe,
     example_of,
     free_attribute,
+    layout_of,
     set_attribute,
     value_of,
 )
@@ -49,11 +50,28 @@ _IMAGE_RANK: dict[Any, int] = {
 }
 
 
+def sharing_weight(producer: Node) -> list[Node]:
+    """Return the operators of a graph that read the same weight as a product, it included, in graph order."""
+    weight = constant_or_none(producer.args[1])
+    if weight is None:
+        return [producer]
+    layout = layout_of(weight)
+    reads = producer.graph.find_nodes(op="get_attr")
+    tied = (
+        read for read in reads if (c := constant_of(read)) is not None and layout_of(c) == layout
+    )
+    return sorted({user for read in tied for user in read.users})
+
+
 def fold_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str | None:
     """Return why folding `norm` into `producer` would change more than rounding, or None.
 
     `readers` has the number of operators that read each parameter, by its address.
     """
+    return _obstacle(norm, producer) or _sharing_obstacle(norm, producer, readers)
+
+
+def _obstacle(norm: Node, producer: Node) -> str | None:
     if norm.args[5]:
         return "the batch norm is in training mode"
     if any(argument is None for argument in norm.args[3:5]):
@@ -66,16 +84,13 @@ def fold_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str
         return "the batch norm is not over the output features of the linear layer"
     if producer.target in TRANSPOSED and arguments_of(producer)["groups"] != 1:
         return "a grouped transposed convolution has its channels in a different order"
-    return _parameter_obstacle(norm, producer, readers)
+    return _parameter_obstacle(norm, producer)
 
 
-def _parameter_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str | None:
+def _parameter_obstacle(norm: Node, producer: Node) -> str | None:
     weight, *others = (*producer.args[1:3], *norm.args[1:5])
-    constant = constant_of(weight) if isinstance(weight, Node) else None
-    if constant is None:
+    if constant_or_none(weight) is None:
         return f"the weight of {describe(producer)} is not a parameter"
-    if readers[address_of(constant)] > 1:
-        return f"the weight of {describe(producer)} is shared"
     written = written_buffers(norm.graph)
     for node in (argument for argument in others if isinstance(argument, Node)):
         if constant_of(node) is None:
@@ -85,11 +100,74 @@ def _parameter_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) 
     return None
 
 
+def _sharing_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str | None:
+    """Return why one folded weight would not be right for all that read a weight, or None."""
+    weight = constant_or_none(producer.args[1])
+    assert weight is not None
+    if readers[address_of(weight)] == 1:
+        return None
+    products, shared = sharing_weight(producer), f"the weight of {describe(producer)} is shared"
+    if readers[address_of(weight)] != len(products):
+        return f"{shared} with a part of the program that cannot be folded with it"
+    for other in products:
+        behind = _norm_behind(other, weight)
+        if behind is None or (other.target in TRANSPOSED) != (producer.target in TRANSPOSED):
+            return f"{shared} with {describe(other)}, into which no batch norm can be folded"
+        if _folded(other, behind) != _folded(producer, norm):
+            return f"{shared} with {describe(other)}, which has another bias or batch norm"
+        obstacle = _obstacle(behind, other)
+        if obstacle is not None:
+            return f"{shared} with {describe(other)}, where {obstacle}"
+    return None
+
+
+def _norm_behind(product: Node, weight: Tensor) -> Node | None:
+    """Return the batch norm that reads what a reader of a weight gives, None where none can be folded."""
+    reads = [constant_or_none(argument) for argument in product.args]
+    places = [i for i, c in enumerate(reads) if c is not None and layout_of(c) == layout_of(weight)]
+    if product.target not in FOLDABLE or places != [1]:
+        return None
+    found = (user for user in product.users if user.target is aten.batch_norm.default)
+    return next((norm for norm in found if norm.args[0] is product), None)
+
+
+def _folded(producer: Node, norm: Node) -> list[object]:
+    """Return what is folded into a weight: the same for two products whose folded weights are the same."""
+    arguments = (arguments_of(producer)["bias"], *norm.args[1:5])
+    constants = map(constant_or_none, arguments)
+    return [None if c is None else layout_of(c) for c in constants] + [norm.args[7]]
+
+
 def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[str, ...]:
-    """Fold `norm` into the parameters of `producer`, in place, and return the names of what is left."""
-    weight_node = producer.args[1]
-    assert isinstance(weight_node, Node)
-    weight = constant_of(weight_node)
+    """Fold `norm` into the parameters of `producer`, in place, and return the names of what is left.
+
+    Products that share the weight read the folded one, and lose their batch norms at once: once for all.
+    """
+    if norm._erased:  # with another reader of the weight
+        return (producer.name,)
+    products = sharing_weight(producer)
+    weight, bias = _folded_parameters(producer, norm)
+    path = str(products[0].args[1].target)  # type: ignore[union-attr]
+    bias_path = free_attribute(module, f"{path.rpartition('.')[0]}.bias".lstrip("."))
+    set_attribute(module, bias_path, bias)
+    with module.graph.inserting_before(products[0]):
+        new_bias = module.graph.get_attr(bias_path)
+    new_bias.meta["val"] = example_of(bias, norm)
+    for product in products:
+        read: Any = product.args[1]
+        set_attribute(module, str(read.target), weight)
+        (behind,) = product.users
+        product.args = (*product.args[:2], new_bias, *product.args[3:])
+        behind.replace_all_uses_with(product)
+        tag(product, **{VALUE_TAG: values_of(behind)})  # its own is not computed any more
+        give_source(behind, product)
+        module.graph.erase_node(behind)
+    return (producer.name,)
+
+
+def _folded_parameters(producer: Node, norm: Node) -> tuple[Tensor, Tensor]:
+    """Return the weight and the bias of a product with a batch norm folded into them."""
+    weight = constant_or_none(producer.args[1])
     bias = constant_or_none(arguments_of(producer)["bias"])
     scale, shift, mean, variance = (constant_or_none(a) for a in norm.args[1:5])
     eps = norm.args[7]
@@ -101,22 +179,8 @@ def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[st
     parameters = (weight, bias, mean, variance, eps, scale, shift)
     with torch.no_grad():
         if producer.target is aten.linear.default:
-            folded = fuse_linear_bn_weights(*parameters)
-        else:
-            folded = fuse_conv_bn_weights(*parameters, producer.target in TRANSPOSED)
-    path = str(weight_node.target)
-    set_attribute(module, path, folded[0])
-    bias_path = free_attribute(module, f"{path.rpartition('.')[0]}.bias".lstrip("."))
-    set_attribute(module, bias_path, folded[1])
-    with module.graph.inserting_before(producer):
-        new_bias = module.graph.get_attr(bias_path)
-    new_bias.meta["val"] = example_of(folded[1], norm)
-    producer.args = (*producer.args[:2], new_bias, *producer.args[3:])
-    norm.replace_all_uses_with(producer)
-    tag(producer, **{VALUE_TAG: values_of(norm)})  # its own is not computed any more
-    give_source(norm, producer)
-    module.graph.erase_node(norm)
-    return (producer.name,)
+            return fuse_linear_bn_weights(*parameters)
+        return fuse_conv_bn_weights(*parameters, producer.target in TRANSPOSED)
 
 
 def constant_or_none(argument: object) -> Tensor | None:

@@ -8,7 +8,7 @@ norms, sums with low-rank products) is the same whatever the inputs are, so it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,12 @@ from qompose.program.batch_norm_folding import (
     constant_or_none,
     fold_batch_norm,
     fold_obstacle,
+    sharing_weight,
 )
 from qompose.program.control_flow import bodies_of, count_readers, graphs_in, nodes_in
 from qompose.program.decompositions import DECOMPOSITIONS, decompose, obstacle_of, row_of
 from qompose.program.graph import (
+    address_of,
     constant_of,
     describe,
     example_of,
@@ -203,12 +205,14 @@ REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR, SPLIT_EXPERTS)
 class Candidate:
     """A rewrite that is possible, and which operators it concerns.
 
-    `obstacle` is the reason why it would change more than rounding, and so is not made.
+    `obstacle` is the reason why it would change more than rounding, and so is not made. Those of one `group`
+    share a parameter: all of them are made, or none.
     """
 
     rewrite: str
     nodes: tuple[str, ...]
     obstacle: str | None = None
+    group: str = ""
 
 
 def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidate]:
@@ -300,7 +304,15 @@ def _find_batch_norm(node: Node, program: _Program) -> Iterator[Candidate]:
     producer = node.args[0]
     if isinstance(producer, Node) and producer.target in FOLDABLE:
         obstacle = fold_obstacle(node, producer, program.readers)
-        yield Candidate(FOLD_BATCH_NORM, (producer.name, node.name), obstacle)
+        names = (producer.name, node.name)
+        yield Candidate(FOLD_BATCH_NORM, names, obstacle, _group(producer, program.readers))
+
+
+def _group(producer: Node, readers: Mapping[int, int]) -> str:
+    """Name what products that share a weight have in common; "" of one that shares none."""
+    weight = constant_or_none(producer.args[1])
+    shared = weight is not None and readers[address_of(weight)] > 1
+    return sharing_weight(producer)[0].name if shared else ""
 
 
 _ELEMENTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}

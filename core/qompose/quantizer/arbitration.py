@@ -563,10 +563,26 @@ def covered_rewrites(
             for candidate, pieces in zip(candidates, made.pieces, strict=True)
             if (claims := _claims_using(made.composition, candidate, pieces))
         ]
+        covered = _whole_groups(candidates, covered)
         if covered == candidates:
             return made, candidates, refused
         refused += [candidate for candidate in covered if candidate.obstacle is not None]
         candidates = [candidate for candidate in covered if candidate.obstacle is None]
+
+
+def _whole_groups(attempted: Iterable[Candidate], covered: Sequence[Candidate]) -> list[Candidate]:
+    """Refuse those that share a parameter with a rewrite which is not going to be made."""
+    kept = {candidate.nodes for candidate in covered if candidate.obstacle is None}
+    lost = {c.group: c.nodes for c in attempted if c.group and c.nodes not in kept}
+    return [
+        replace(candidate, obstacle=f"{_SHARES} {', '.join(lost[candidate.group])}")
+        if candidate.obstacle is None and candidate.group in lost
+        else candidate
+        for candidate in covered
+    ]
+
+
+_SHARES = "it shares parameters with the same rewrite, which no claim covers, of"
 
 
 def _claims_using(

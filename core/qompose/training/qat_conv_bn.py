@@ -11,7 +11,8 @@ dict has the model's own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -163,18 +164,26 @@ def _read_before(value: Node, argument: Any) -> Node | None:
 
 
 def _unfold(producer: Node, before: Node, norm: Node) -> None:
-    """Take one fold apart: `before` and `norm` are what it was made of."""
-    weight, bias = (behind_modules(argument) for argument in producer.args[1:3])
-    raw_bias = _read_before(weight, arguments_of(before)["bias"])
-    scale, shift, mean, variance = (_read_before(weight, argument) for argument in norm.args[1:5])
-    raw, counted = _read_before(weight, before.args[1]), _counter_before(weight, norm)
-    eps: Any = norm.args[7]
-    with weight.graph.inserting_before(weight):
-        factor = _call(weight, ChannelFactor(eps), (scale, variance), weight)
-    observed = None if producer.args[2] is bias else producer.args[2]
-    if observed is not None:
-        _replace(bias, FoldedBias(), (raw_bias, factor, shift, mean))
-    _replace(weight, ScaledWeight(1 if producer.target in TRANSPOSED else 0), (raw, factor))
+    """Take one fold apart: `before` and `norm` are what it was made of.
+
+    Products that share a weight share what is computed of it and of their bias.
+    """
+    scaled, bias = _behind(producer.args[1], ScaledWeight), producer.args[2]
+    at = scaled or behind_modules(producer.args[1])
+    raw_bias = _read_before(at, arguments_of(before)["bias"])
+    scale, shift, mean, variance = (_read_before(at, argument) for argument in norm.args[1:5])
+    counted, eps = _counter_before(at, norm), norm.args[7]
+    assert isinstance(bias, Node) and isinstance(eps, float)
+    if scaled is None:
+        raw = _read_before(at, before.args[1])
+        with at.graph.inserting_before(at):
+            factor: Any = _call(at, ChannelFactor(eps), (scale, variance), at)
+        _replace(at, ScaledWeight(1 if producer.target in TRANSPOSED else 0), (raw, factor))
+    else:
+        factor = scaled.args[1]
+    observed = bias if bias.op == "call_module" else None
+    if observed is not None and _behind(observed, FoldedBias) is None:
+        _replace(behind_modules(observed), FoldedBias(), (raw_bias, factor, shift, mean))
     producer.args = (*producer.args[:2], None, *producer.args[3:])
     with producer.graph.inserting_after(producer):
         behind = _call(producer, _norm(FusedBatchNorm, norm), (), producer)
@@ -341,10 +350,14 @@ def deployment_form(model: GraphModule) -> None:
         for node in nodes_in(model)
         if node.op == "call_module"
     }
+    sharing: dict[Any, list[Node]] = defaultdict(list)  # a weight's factor, by which it was scaled
+    for node, module in calls.items():
+        if isinstance(module, FusedBatchNorm):
+            sharing[node.args[1]].append(node)
     with torch.no_grad():
-        for node, module in calls.items():
-            if isinstance(module, FusedBatchNorm):
-                _fold(node, module)
+        for factor, behind in sharing.items():
+            _fold(behind, calls[behind[0]].eps)
+            factor.graph.erase_node(factor)  # nothing reads it any more
         for node, module in calls.items():
             if isinstance(module, SwitchedOperator):
                 at = module.position
@@ -362,45 +375,51 @@ def _restore(node: Node, operator: Any, args: tuple[Any, ...]) -> None:
     _take_place(node, called)
 
 
-def _fold(behind: Node, module: FusedBatchNorm) -> None:
-    """Fold a batch norm into the product before it."""
-    producer: Any = behind.args[0]
-    values = [constant_of(a) if isinstance(a, Node) else None for a in behind.args[2:7]]
+def _fold(calls: Sequence[Node], eps: float) -> None:
+    """Fold the batch norm behind products of one weight into it, and into their bias."""
+    first: Any = calls[0].args[0]
+    values = [constant_of(a) if isinstance(a, Node) else None for a in calls[0].args[2:7]]
     bias, scale, shift, mean, variance = values
     assert mean is not None and variance is not None
-    factor = channel_factor(scale, variance, module.eps)
-    scaled = _until(producer.args[1], ScaledWeight)
+    factor = channel_factor(scale, variance, eps)
+    scaled = _behind(first.args[1], ScaledWeight)
+    assert scaled is not None
     raw: Any = scaled.args[0]
     weight = constant_of(raw)
     assert weight is not None
-    axis = 1 if producer.target in TRANSPOSED else 0
-    folded = weight * along(factor, axis, weight.dim())
+    axis = 1 if first.target in TRANSPOSED else 0
     path = str(raw.target)
-    scaled = _stored(scaled, path, folded)
-    left, observed = folded_bias(bias, shift, mean, factor), behind.args[8]
-    path = free_attribute(owner_of(producer), f"{path.rpartition('.')[0]}.bias".lstrip("."))
-    if isinstance(observed, Node):
-        _stored(_until(observed, FoldedBias), path, left)
-    else:
-        set_attribute(owner_of(producer), path, left)
-        with producer.graph.inserting_before(scaled):
-            observed = read_attribute(owner_of(producer), path, scaled)
-    producer.args = (*producer.args[:2], observed, *producer.args[3:])
-    behind.replace_all_uses_with(producer)
-    hand_over(behind, producer)
-    shared: Any = behind.args[1]
-    behind.graph.erase_node(behind)
-    shared.graph.erase_node(shared)  # the factor, which nothing reads any more
+    scaled = _stored(scaled, path, weight * along(factor, axis, weight.dim()))
+    path = free_attribute(owner_of(first), f"{path.rpartition('.')[0]}.bias".lstrip("."))
+    left = _stored_bias(calls, path, folded_bias(bias, shift, mean, factor), scaled)
+    for behind in calls:
+        producer: Any = behind.args[0]
+        observed = behind.args[8] if isinstance(behind.args[8], Node) else left
+        producer.args = (*producer.args[:2], observed, *producer.args[3:])
+        behind.replace_all_uses_with(producer)
+        hand_over(behind, producer)
+        behind.graph.erase_node(behind)
 
 
-def _until(argument: Any, kind: type[nn.Module]) -> Node:
-    """Return the node that calls a module of a kind, behind observers."""
-    node: Node = argument
-    while not isinstance(get_attribute(owner_of(node), str(node.target)), kind):
-        source = node.args[0]
-        assert isinstance(source, Node)
-        node = source
-    return node
+def _stored_bias(calls: Iterable[Node], path: str, value: Tensor, at: Node) -> Node:
+    """Store what batch norms leave of a bias and read it, where observers do or in front of a node."""
+    found = (_behind(call.args[8], FoldedBias) for call in calls)
+    observed = next(filter(None, found), None)
+    if observed is not None:
+        return _stored(observed, path, value)
+    set_attribute(owner_of(at), path, value)
+    with at.graph.inserting_before(at):
+        return read_attribute(owner_of(at), path, at)
+
+
+def _behind(argument: Any, kind: type[nn.Module]) -> Node | None:
+    """Return the node that calls a module of a kind, behind observers; None where none does."""
+    node = argument
+    while isinstance(node, Node) and node.op == "call_module":
+        if isinstance(get_attribute(owner_of(node), str(node.target)), kind):
+            return node
+        node = node.args[0]
+    return None
 
 
 def _stored(node: Node, path: str, value: Tensor) -> Node:

@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose.plan.plan import Rewrite
-from qompose.program.graph import copy_graph_module
+from qompose.program.graph import constant_of, copy_graph_module
 from qompose.program.rewrites import (
     FOLD_BATCH_NORM,
     SCALAR_TO_TENSOR,
@@ -19,6 +19,7 @@ from qompose.program.rewrites import (
 )
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -26,12 +27,16 @@ from tests.core.toy import (
     ADD,
     CONV,
     CONV_RELU,
+    INT8,
     LINEAR,
     MATMUL,
+    WEIGHT,
+    Annotator,
     Call,
     Model,
     NullQuantizer,
     OperatorPattern,
+    annotate,
     export,
     operators,
     plan_of,
@@ -75,7 +80,7 @@ def test_obstacles_are_reported_and_nothing_is_folded(
         assert torch.equal(prepared(*inputs), program.module()(*inputs))
 
 
-FOLDED = [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 0)]
+FOLDED = [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 2)]
 
 
 @pytest.mark.parametrize(("name", "folded"), at_once(FOLDED, FOLDED[0], FOLDED[1], FOLDED[3]))
@@ -152,6 +157,126 @@ def test_what_would_change_more_is_not_folded(
 ) -> None:
     _, (candidate,) = candidates(trained(layer, norm), randn(*shape), FOLD_BATCH_NORM)
     assert candidate.obstacle
+
+
+def shared(kind: str, layer: str = "conv") -> nn.Module:
+    """A product and batch norm that are called three times, one time not like the others."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.norm(m.layer(x))
+
+    def other(m: Any, x: Tensor) -> Tensor:
+        apart = {"other bias": m.plain.bias, "no bias": None}
+        y = F.conv2d(x, m.layer.weight, apart.get(kind, m.layer.bias), padding=1)
+        norm, eps = (
+            m.other if kind == "other norm" else m.norm,
+            0.1 if kind == "other eps" else 1e-5,
+        )
+        if kind == "no norm":
+            return y
+        z = F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=eps)
+        return z + y if kind == "read twice" else z
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        last = m.layer.weight.sum() if kind == "summed" else other(m, x) if layer == "conv" else x
+        if kind == "in a branch":
+            last = torch.cond(x.sum() > 0, lambda y: other(m, y), lambda y: y - 1, (x,))
+        return F.relu(call(m, x)), torch.tanh(call(m, x + 1)), last
+
+    made: dict[str, Any] = {
+        "conv": (lambda: nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d),
+        "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), nn.BatchNorm2d),
+        "linear": (lambda: nn.Linear(4, 4), nn.BatchNorm1d),
+    }
+    product, norm = made[layer]
+    layers = {"layer": product(), "plain": product(), "norm": norm(4), "other": norm(4)}
+    model = seeded(Model(forward, **layers))
+    for n, statistics in enumerate((layers["norm"], layers["other"])):
+        statistics.running_mean.copy_(randn(4, seed=n))
+        statistics.running_var.copy_(randn(4, seed=n + 2).square() + 0.5)
+    return model
+
+
+def give_weight_another_name(module: GraphModule, name: str) -> None:
+    """Let a product read its weight under a name of its own, as programs that are not exported may."""
+    product = next(node for node in module.graph.nodes if node.name == name)
+    module.again = constant_of(product.args[1])
+    with module.graph.inserting_before(product):
+        read = module.graph.get_attr("again")
+    read.meta = dict(product.args[1].meta)
+    product.args = (product.args[0], read, *product.args[2:])
+
+
+@pytest.mark.parametrize(
+    ("layer", "tied", "number"),
+    [("conv", False, 3), ("conv", True, 3), ("transposed", False, 2), ("linear", False, 2)],
+)
+def test_a_batch_norm_is_folded_once_for_all_readers(layer: str, tied: bool, number: int) -> None:
+    model, x = shared("", layer), randn(*((3, 4) if layer == "linear" else (3, 4, 5, 5)))
+    module, found = candidates(model, x, FOLD_BATCH_NORM)
+    if tied:
+        give_weight_another_name(module, found[-1].nodes[0])
+    found = find_rewrites(module, {FOLD_BATCH_NORM})
+    assert [candidate.obstacle for candidate in found] == [None] * number
+    pieces = apply_rewrites(module, found)
+    module.graph.lint()
+    module.recompile()
+    assert not operators(module)["batch_norm"]
+    products = [node for node in module.graph.nodes if node.name in {n for p in pieces for n in p}]
+    assert len(products) == number
+    for position in (1, 2):
+        constants = [constant_of(product.args[position]) for product in products]
+        assert all(constant is constants[0] for constant in constants), "stored once"
+    for expected, value in zip(model(x), module(x), strict=True):
+        assert sqnr(expected, value) > 100
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "other bias", "no bias", "other norm", "other eps", "no norm", "read twice", "summed",
+        "in a branch",
+    ],
+)  # fmt: skip
+def test_a_weight_with_another_use_is_folded_for_none(kind: str) -> None:
+    _, found = candidates(shared(kind), randn(3, 4, 5, 5), FOLD_BATCH_NORM)
+    assert len(found) >= 2
+    assert all(candidate.obstacle for candidate in found)
+    named = {"summed": "sum_1", "in a branch": "weight"}.get(kind, "conv2d (")
+    assert all(named in candidate.obstacle for candidate in found[-2:])
+
+
+class AllButOne(Annotator):
+    """Claims the convolutions of a program but the second."""
+
+    def __init__(self) -> None:
+        super().__init__(self.claim)
+
+    @staticmethod
+    def claim(node: Node) -> None:
+        if node.target is aten.conv2d.default and node.name != "conv2d_1":
+            annotate(node, {node.args[0]: INT8, node.args[1]: WEIGHT}, INT8)
+
+
+def test_readers_of_a_weight_are_folded_if_claims_cover_all() -> None:
+    x = randn(3, 4, 5, 5)
+    prepared = prepare(export(shared(""), x), AllButOne())
+    assert plan_of(prepared).rewrites == ()
+    assert len(plan_of(prepared).claims) == 2
+    (note,) = (note for note in plan_of(prepared).notes if FOLD_BATCH_NORM in note)
+    assert "conv2d_1" in note
+
+
+def test_a_shared_weight_is_quantized_once() -> None:
+    x = randn(3, 4, 5, 5)
+    program = export(shared(""), x)
+    prepared = prepare(program, toy(CONV_RELU, CONV))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    stored = [value for value in converted.state_dict().values() if value.dtype == torch.int8]
+    assert [value.shape for value in stored] == [(4, 4, 3, 3)]
+    for expected, value in zip(program.module()(x), converted(x), strict=True):
+        assert sqnr(expected, value) > 25
 
 
 def computed(kind: str) -> nn.Module:

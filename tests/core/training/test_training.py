@@ -23,6 +23,7 @@ from qompose.training.train_eval import BatchNorm
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn import functional as F
 
 from tests.core.qat import (
     PRODUCTS,
@@ -155,6 +156,32 @@ def test_tied_parameters_stay_tied() -> None:
     prepared = prepared_for(tied.train(), batch_for("linear"))
     steps(prepared, [batch_for("linear")])
     assert len({p.data_ptr() for n, p in prepared.named_parameters() if "weight" in n}) == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_that_is_called_twice(bias: bool) -> None:
+    """Both calls move the same statistics and the same weight, and one folded weight is deployed."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(F.relu(m.tower(x)) + m.tower(x * 2 + 1).sigmoid())
+
+    model = product_model("conv2d", "alone", bias=bias)
+    layers = {"tower": nn.Sequential(*model[:2]), "last": model[-3]}
+    model, x = Model(forward, **layers).train(), batch_for("conv2d")
+    prepared = prepared_for(model, x)
+    prepared.apply(qompose.training.disable_fake_quant)
+    batches = [batch_for("conv2d", seed) for seed in range(4)]
+    assert steps(prepared, batches) == pytest.approx(steps(model, batches), rel=1e-4)
+    state = prepared.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-5)
+    prepared.apply(qompose.training.enable_fake_quant)
+    prepared.eval()
+    simulated, converted = prepared(x), qompose.convert_pt2e(prepared)
+    assert batch_norms_in(converted) == []
+    assert sqnr(simulated, converted(x)) > 40
+    integers = [v for v in converted.state_dict().values() if v.dtype == torch.int8]
+    assert len(integers) == 2, "one for the tower, one for the last"
 
 
 def test_a_scale_that_starts_at_zero_is_learned() -> None:
