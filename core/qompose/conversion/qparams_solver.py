@@ -691,18 +691,23 @@ def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     """Return how many channels take up few of the integers, because of `eps`; "" where none does.
 
     Where zero points are not integers, a channel takes up all of them unless its scale would be below `eps`.
-    Other engines' observers then take the scale 1, and leave one integer.
+    Other engines' observers then take the scale 1, and leave one integer. Where they are, a few such channels
+    are not told: trained weights have dead ones.
     """
-    if not q.zero_point.is_floating_point() or q.per_tensor:
+    if q.per_tensor:
         return ""
     spread, steps = maximum - minimum, q.high - q.low
-    few = int(((spread > 0) & (spread < q.scale * steps / 4)).sum())
-    if not few:
+    raised, least = torch.ones_like(spread, dtype=torch.bool), 1
+    if not q.zero_point.is_floating_point():
+        spread = 2 * torch.maximum(minimum.abs(), maximum.abs())
+        raised, least = q.scale <= eps, (spread.numel() + 1) // 2
+    few = int((raised & (spread > 0) & (spread < q.scale * steps / 4)).sum())
+    if few < least:
         return ""
     return (
         f"{few} of {spread.numel()} channels use less than a quarter of the {steps + 1} "
         f"integers because the eps of their observer, {eps:g}, exceeds their scale. Use a "
-        "smaller eps"
+        "smaller eps, or leave the operator in float"
     )
 
 

@@ -660,6 +660,15 @@ def test_channels_that_eps_leaves_few_integers() -> None:
     assert few_levels(whole, least, most, 1e-3) == ""
 
 
+@pytest.mark.parametrize(("most", "told"), [(1e-7, True), (1e-3, False), (0.0, False)])
+def test_few_levels_of_most_channels_with_integer_zero_points(most: float, told: bool) -> None:
+    """One channel of four is dead, which is nothing to tell."""
+    highest = torch.tensor([1e-9, most, most, most])
+    scale = (highest / 127).clamp(min=1e-8)
+    q = QParams(scale, torch.zeros(4, dtype=torch.int64), -127, 127, torch.int8, axis=0)
+    assert bool(few_levels(q, -highest, highest, float(scale.min()))) is told
+
+
 EPS = 2.0**-10
 
 
