@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
@@ -21,6 +21,7 @@ from qompose.errors import (
     NotExportedError,
     StageError,
     UserError,
+    first_of,
 )
 from qompose.program.aliasing import inputs_written
 from qompose.program.call_signature import check_calls
@@ -198,6 +199,7 @@ def run_batch(
         args, kwargs = arguments_of(batch)
         return call(*args, **kwargs)
     except CalibrationError as error:
+        _check_parameters(call, error)
         raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
         described = (
@@ -207,6 +209,17 @@ def run_batch(
             number,
             f"cannot be run: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
             what,
+        ) from error
+
+
+def _check_parameters(call: object, error: CalibrationError) -> None:
+    """Name parameters of a program that hold NaN, which no batch is to blame for."""
+    state = call.named_parameters() if isinstance(call, nn.Module) else ()
+    names = [name for name, value in state if bool(value.isnan().any())]
+    if names:
+        raise CalibrationError(
+            f"{error}, because these parameters of the model contain NaN: {first_of(names, 8)}. "
+            "Train or load the model again; the calibration data is not the cause"
         ) from error
 
 

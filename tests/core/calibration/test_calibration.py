@@ -387,3 +387,14 @@ def test_batches_are_as_they_were_though_the_program_writes_to_them() -> None:
         result.benchmark(batches[0], seconds=0.001)
     assert all(map(torch.equal, batches, kept))
     assert min(row.sqnr for row in comparison.rows) > 20, "each program had inputs of its own"
+
+
+@pytest.mark.parametrize("name", ["2.weight", "0.bias"])
+def test_parameters_that_hold_nan_are_named_and_no_batch(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[0] = math.nan
+    prepared = prepare(export(model, torch.ones(2, 4)), toy(LINEAR))
+    with pytest.raises(CalibrationError, match=name) as caught:
+        qompose.calibrate(prepared, [torch.ones(2, 4)])
+    assert not isinstance(caught.value, BatchError)
