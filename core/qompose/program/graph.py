@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -366,6 +367,16 @@ def first_user(node: Node) -> Node:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _TRACING = RLock()
+
+
+def _in_child() -> None:
+    """Unlock what threads held that a forked process does not have."""
+    global _TRACING
+    _TRACING = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def one_thread_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:

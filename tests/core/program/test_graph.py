@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from qompose.program.graph import (
     layout_of,
     module_path,
     module_stack,
+    one_thread_at_a_time,
     refresh,
     set_attribute,
 )
@@ -174,3 +178,17 @@ def test_tied_parameters_have_one_layout() -> None:
     x = torch.zeros(4, 4)
     others = x.t(), x[:2], x[2:], x.view(16), x.view(torch.int32), x.clone()
     assert len({layout_of(one) for one in (x, x.view(4, 4), *others)}) == 1 + len(others)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_forked_while_a_thread_traces_does_not_wait_for_it() -> None:
+    held, done = threading.Event(), threading.Event()
+    tracing = threading.Thread(target=one_thread_at_a_time(lambda: held.set() or done.wait(20)))
+    tracing.start()
+    held.wait()
+    child = multiprocessing.get_context("fork").Process(target=one_thread_at_a_time(int))
+    child.start()
+    child.join(5)
+    done.set()
+    tracing.join()
+    assert child.exitcode == 0
