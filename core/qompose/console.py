@@ -93,8 +93,10 @@ def as_rich(blocks: Sequence[Block], width: int) -> Iterator[Any]:
     from rich.text import Text
 
     for block in blocks:
-        if isinstance(block, Table):
-            yield from _rich_table(block, width) if _fits(block, width) else _listed(block)
+        if isinstance(block, Table) and not _fits(block, width):
+            yield from _listed(block)
+        elif isinstance(block, Table):
+            yield _rich_table(block, width)
         elif block.startswith("- "):
             item = RichTable.grid(padding=(0, 1))
             item.add_column()
@@ -127,10 +129,11 @@ def _listed(table: Table) -> Iterator[Any]:
 def _fits(table: Table, columns: int) -> bool:
     """Tell whether a table has space for all its columns, with the longest words broken at most."""
     shortest = _extents(table)[1]
-    return sum(_broken(shortest, columns - 2 * len(shortest))) <= columns - 2 * len(shortest)
+    free = columns - 2 * len(shortest)
+    return sum(_broken(shortest, free)) <= free
 
 
-def _rich_table(table: Table, columns: int) -> Iterator[RichTable]:
+def _rich_table(table: Table, columns: int) -> RichTable:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -150,7 +153,7 @@ def _rich_table(table: Table, columns: int) -> Iterator[RichTable]:
         cells = [Text(printable(_cell(cell))) for cell in row]
         style = f"bold {table.styles.get(str(row[0]), '')}".strip() if len(row) == 1 else ""
         result.add_row(*cells, style=style)
-    yield result
+    return result
 
 
 def _extents(table: Table) -> tuple[list[int], list[int]]:

@@ -554,10 +554,9 @@ class _QDQInserter:
     def _divided(self, value: Node, number: int, *, before: Node) -> Node:
         """Divide an input by the factors of its channels, where what makes it has not done so."""
         balance, factors = self.plan.groups[number].balance, self._factors_of(number)
-        absorbed = number in self.solution.factors.absorbers
         if factors is None or balance is None or balance.side != INPUT:
             return value
-        if absorbed or balance.absorbers:
+        if balance.absorbers or number in self.solution.factors.absorbers:
             return value
         return self._scaled(value, 1 / factors.values, balance.dim, before=before)
 
