@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, UntypedStorage, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from qompose.errors import (
@@ -278,19 +280,80 @@ def describe(batch: Any) -> str:
 
 
 def sparing(program: GraphModule) -> Callable[..., Any]:
-    """Return what runs a program and leaves its inputs as they are: on copies, if it writes to them."""
-    return _OnCopies(program) if inputs_written(program.graph) else program
+    """Return what runs a program and leaves its inputs as they are: on copies, if it writes to them.
+
+    A tensor that comes again, such as a cache that goes from batch to batch, is then what the program has
+    made of its copy, as in a loop over the program itself; unless somebody else has written to it since.
+    """
+    return _OnCopies(program, _Carried(program)) if inputs_written(program.graph) else program
 
 
 class _OnCopies:
-    """Runs a program on copies of its inputs."""
+    """Runs a program on copies of its inputs, which `copied` makes."""
 
-    def __init__(self, program: GraphModule) -> None:
+    def __init__(self, program: GraphModule, copied: Callable[..., Any] | None = None) -> None:
         self._program, self.graph = program, program.graph
+        self._copied = copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        given = (args, kwargs)
+        copier = Tensor.clone if self._copied is None else self._copied(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, copier, given)
         return self._program(*args, **kwargs)
+
+
+class _Carried:
+    """Copies of the memory to which a program writes, each kept as long as the memory that it is of."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self._bound: Any = input_check(program)
+        self._places = inputs_written(program.graph)
+        self._kept: dict[int, _Kept] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[[Tensor], Tensor]:
+        """Return what gives the place of a call's tensor in the copies; others are not copied."""
+        self._kept = {key: kept for key, kept in self._kept.items() if not kept.source.expired()}  # type: ignore[no-untyped-call]
+        values = self._bound(*args, **kwargs)
+        for value in (values[place] for place in self._places):
+            key = value.untyped_storage()._cdata
+            if key not in self._kept or not self._kept[key].holds(value):
+                self._kept[key] = _Kept.of(value)
+        return self._place
+
+    def _place(self, value: Tensor) -> Tensor:
+        kept = self._kept.get(value.untyped_storage()._cdata)
+        if kept is None:
+            return value
+        place = (value.storage_offset(), value.size(), value.stride())
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(kept.copy, *place)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A copy of a memory, and the version that the memory had: who writes to it raises that."""
+
+    source: StorageWeakRef
+    copy: UntypedStorage
+    version: int | None
+
+    @staticmethod
+    def of(value: Tensor) -> _Kept:
+        memory = value.untyped_storage()
+        version = None if value.is_inference() else value._version
+        return _Kept(StorageWeakRef(memory), memory.clone(), version)  # type: ignore[no-untyped-call]
+
+    def holds(self, value: Tensor) -> bool:
+        """Tell whether a memory is as it was.
+
+        Raises:
+            CalibrationError: nobody can tell.
+        """
+        if self.version is None:
+            raise CalibrationError(
+                "the program writes to a tensor that was made in torch.inference_mode and comes again, "
+                "perhaps reset. Make it outside, or pass copies of it"
+            )
+        return self.version == value._version
 
 
 def binder(program: GraphModule) -> Callable[..., list[Any]]:

@@ -398,3 +398,36 @@ def test_parameters_that_hold_nan_are_named_and_no_batch(name: str) -> None:
     with pytest.raises(CalibrationError, match=name) as caught:
         qompose.calibrate(prepared, [torch.ones(2, 4)])
     assert not isinstance(caught.value, BatchError)
+
+
+def filled(module: nn.Module, x: Tensor, cache: Tensor) -> Tensor:
+    return module.linear(cache.mul_(0.5).add_(x).clone())
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["one cache", "reset"])
+def test_a_cache_that_the_program_fills_goes_from_batch_to_batch(anew: bool) -> None:
+    program = export(seeded(Model(filled, linear=nn.Linear(3, 4))), X, torch.zeros(4, 3))
+    caches = torch.zeros(2, 4, 3)
+
+    def batches(cache: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(4):
+            yield X, (cache.zero_() if anew else cache)[1]
+
+    calibrated = qompose.calibrate(prepare(program, toy(LINEAR)), batches(caches))
+    looped = prepare(program, toy(LINEAR))
+    for batch in batches(caches.clone()):
+        looped(*batch)
+    assert scales(calibrated) == scales(looped)
+    assert not caches.any(), "what the user has is as it was"
+    with torch.inference_mode():  # no version tells whether these were reset
+        caches = torch.zeros(2, 4, 3)
+    with pytest.raises(BatchError):
+        qompose.calibrate(prepare(program, toy(LINEAR)), [(X, caches[0])] * 2)
+
+
+def test_two_views_of_one_memory_are_views_of_one_copy() -> None:
+    module = Model(lambda m, x, y: m.linear(y + x.add_(1)), linear=nn.Linear(3, 4))
+    program, memory = export(seeded(module), X, Y), torch.zeros(5, 3)
+    views = memory[:4], memory[1:]
+    got = qompose.calibrate(prepare(program, toy(LINEAR)), [views])
+    assert scales(got) == plain_loop(prepare(program, toy(LINEAR)), views)
