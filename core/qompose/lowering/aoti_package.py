@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn
 
 import torch._inductor
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose.errors import CompilationError, UserError
+from qompose.errors import CompilationError, InputError, UserError
 from qompose.files import draft_of
 from qompose.json_codec import jsonable
 from qompose.plan.methods import ONLY, in_method
@@ -98,7 +98,7 @@ def write_package(
         package_pt2(str(draft), aoti_files=files, extra_files=described)
         runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
     return {
-        name: called_as_exported(_with_numbers(runs[name], part.graph), part.graph)
+        name: called_as_exported(_with_numbers(runs[name], part.graph), part.graph, twice=False)
         for name, part in parts.items()
     }
 
@@ -204,15 +204,23 @@ def _with_numbers(run: Callable[..., Any], graph: GraphModule) -> Callable[..., 
     return call
 
 
-def called_as_exported(run: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
+def called_as_exported(
+    run: Callable[..., Any], graph: GraphModule, *, twice: bool = True
+) -> Callable[..., Any]:
     """Return what checks the inputs of a call, and runs what was compiled of a program.
 
     Compiled code is for the contiguous inputs of `call_signature`: a package reads others as if they were
     contiguous, and `torch.compile` compiles anew for each layout. So others are copied.
+
+    Args:
+        twice: whether the code knows that one tensor may be given twice, and written to.
     """
     check: Any = input_check(graph).forward  # a module's own call takes as long again
     written = inputs_written(graph.graph)
-    return partial(_copied_back, run, check, written) if written else partial(_run, run, check)
+    if not written:
+        return partial(_run, run, check)
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    return partial(_copied_back, run, check, written, names, twice)
 
 
 def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -224,15 +232,21 @@ def _copied_back(
     run: Callable[..., Any],
     check: Callable[..., Any],
     written: Sequence[int],
+    names: Sequence[str],
+    twice: bool,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Do what `_run` does, for a program that writes to the inputs of some places, which get it back.
 
-    Others must not: they may be expanded, or views of one that is written.
+    Others must not: they may be expanded.
+
+    Raises:
+        InputError: another input is in the memory of one that is written; the code would read its old value.
     """
     values = check(*args, **kwargs)
+    _check_apart(values, written, names, twice)
     targets = {id(values[place]) for place in written}
     copies = pytree.tree_map_only(Tensor, _copying(), (args, kwargs))
     result = run(*copies[0], **copies[1])
@@ -242,15 +256,73 @@ def _copied_back(
     return result
 
 
+def _check_apart(
+    values: Sequence[Any], written: Sequence[int], names: Sequence[str], twice: bool
+) -> None:
+    """Refuse inputs that share elements with one that is written, as far as their code does not know it."""
+    tensors = [(place, value) for place, value in enumerate(values) if isinstance(value, Tensor)]
+    for place in written:
+        value = values[place]
+        if _repeats(value):
+            _refuse(names[place], "has several elements in one place")
+        for other, it in tensors:
+            known = other == place or (twice and _view(it) == _view(value))
+            if not known and _share_elements(value, it):
+                _refuse(names[place], f"shares memory with input {names[other]}")
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    given, remedy = f"written to and {why}", "Pass a copy, or call the lowered model uncompiled"
+    raise InputError(name, given, "inputs that do not overlap", remedy)
+
+
+def _repeats(value: Tensor) -> bool:
+    """Tell whether elements of a tensor are in one place; mostly its strides tell that they are not."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return len(set(_places(value).tolist())) < value.numel()
+        reach += (size - 1) * stride
+    return False
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    (start, end), (second, last) = _extent(one), _extent(other)
+    if end <= second or last <= start:
+        return False
+    places = (_places(x) * x.element_size() + x.data_ptr() for x in (one, other))
+    return bool(torch.isin(*places).any())
+
+
+def _extent(value: Tensor) -> tuple[int, int]:
+    """Return the addresses between which a tensor lies."""
+    start = value.data_ptr()
+    return start, start + (_reach(value) * value.element_size() if value.numel() else 0)
+
+
+def _reach(value: Tensor) -> int:
+    steps = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _places(value: Tensor) -> Tensor:
+    """Return where in its memory each element of a tensor is, counted in elements from its first."""
+    return torch.arange(max(_reach(value), 0)).as_strided(value.shape, value.stride()).flatten()
+
+
+def _view(value: Tensor) -> tuple[object, ...]:
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
 def _copying() -> Callable[[Tensor], Tensor]:
-    """Return `contiguous`, which has one copy of a tensor that is given twice, as it may be written to."""
+    """Return `contiguous`, which gives one tensor for what is given twice, as it may be written to."""
     copies: dict[tuple[object, ...], Tensor] = {}
 
     def copied(x: Tensor) -> Tensor:
-        if x.is_contiguous():
-            return cast(Tensor, contiguous(x))
-        view = (x.data_ptr(), x.dtype, x.shape, x.stride())
-        return copies.setdefault(view, contiguous(x))
+        view = _view(x)
+        if view not in copies:
+            copies[view] = contiguous(x)
+        return copies[view]
 
     return copied
 
