@@ -48,10 +48,12 @@ from qompose.algorithms.products import (
     moments_asked,
     moments_read,
     noted,
+    pooled,
     reader_of,
     rows_read,
     set_integers,
     set_scales,
+    sharing,
     taps_of,
     weight_group,
 )
@@ -159,20 +161,52 @@ class GPTQ(Algorithm):
         return moments_asked(self, claims, nodes)
 
     def correct(self, found: Calibrated) -> None:
+        rounded = dict[int, Operands | NotChanged]()
+
         def change(product: Operands, claim: Claim) -> str:
-            if self.is_asked(claim):
-                return self._round(found, product, moments_read(found, product))
-            return self._round(found, product, rows_read(found, product, reader_of(found, product)))
+            number, _ = weight_group(found, product)
+            if number not in rounded:
+                try:
+                    effect = self._round_for_all(found, product, claim)
+                except NotChanged as reason:
+                    rounded[number] = reason
+                else:
+                    rounded[number] = product
+                    return effect
+            before = rounded[number]
+            if isinstance(before, NotChanged):
+                raise before
+            return f"has the weight of {before.node.name}"
 
         change_products(found, self, change)
 
-    def _round(self, found: Calibrated, product: Operands, inputs: Inputs) -> str:
+    def _round_for_all(self, found: Calibrated, product: Operands, claim: Claim) -> str:
+        """Decide on the integers of a weight by the inputs of all that read it, and say what they gain.
+
+        Raises:
+            NotChanged: those next to its values stay.
+        """
+        asked = self.is_asked(claim)
+        readers = sharing(
+            found, product, self.is_asked if asked else lambda one: self.is_wanted(one, found)
+        )
+        check_own_integers(found, product, shared=True)
+        read = [
+            moments_read(found, one) if asked else rows_read(found, one, reader_of(found, one))
+            for one in readers
+        ]
+        effect = self._round(found, product, pooled(read), shared=True)
+        return f"{effect}; for {len(readers)} layers that share it" if len(readers) > 1 else effect
+
+    def _round(
+        self, found: Calibrated, product: Operands, inputs: Inputs, *, shared: bool = False
+    ) -> str:
         """Decide on the integers of a product's weight, and say what they gain.
 
         Raises:
             NotChanged: those next to its values stay.
         """
-        check_own_integers(found, product)
+        check_own_integers(found, product, shared=shared)
         _, q = weight_group(found, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
@@ -191,7 +225,7 @@ class GPTQ(Algorithm):
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:
             set_scales(found, product, q.scale, q.zero_point)
-        set_integers(found, product, integers)
+        set_integers(found, product, integers, shared=shared)
         effect = f"squared error on held-out calibration data reduced {gain:.2f}x"
         return "; ".join([effect, *self._remarks(q, inputs)])
 

@@ -33,6 +33,7 @@ from qompose.program.graph import (
     behind_modules,
     constant_of,
     describe,
+    layout_of,
     value_of,
 )
 from qompose.spec.claim import Claim, Point
@@ -539,6 +540,38 @@ def normalized_moments(
     return InputMoments(total, count, noise / float(unit), unit, factors)
 
 
+def pooled(inputs: Sequence[Inputs]) -> Inputs:
+    """Return what all products that read one weight read: errors of its values add up over them.
+
+    Args:
+        inputs: of each product, all as rows (`rows_read`) or all as second moments (`moments_read`).
+
+    Raises:
+        NotChanged: channels of some are divided by factors, which one weight cannot take up for all.
+    """
+    if len(inputs) == 1:
+        return inputs[0]
+    rows = [given for given in inputs if isinstance(given, InputRows)]
+    moments = [given for given in inputs if isinstance(given, InputMoments)]
+    if rows:
+        weights = torch.cat([given.weights for given in rows])
+        noise = math.fsum(given.noise * float(given.weights.sum()) for given in rows)
+        return InputRows(
+            torch.cat([given.rows for given in rows], dim=1),
+            weights,
+            torch.cat([given.half for given in rows]),
+            noise / float(weights.sum()),
+        )
+    if any(given.factors is not None for given in moments):
+        raise NotChanged("its inputs are divided by factors")
+    noise = math.fsum(given.noise * float(given.unit) * given.number for given in moments)
+    count = torch.stack([given.count for given in moments]).sum(0)
+    total = moments[0].total + moments[1].total
+    for given in moments[2:]:
+        total += given.total
+    return normalized_moments(total, count, noise=noise / float(count.sum()))
+
+
 def check_seen(count: Tensor, size: float) -> None:
     """Check that there is what can be learned from.
 
@@ -604,22 +637,64 @@ def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
     return number, q
 
 
+def sharing(
+    found: Calibrated, product: Operands, wants: Callable[[Claim], bool]
+) -> tuple[Operands, ...]:
+    """Return all products that read a product's weight, which is it alone where no other does.
+
+    Args:
+        wants: tells whether a claim's product may have other integers.
+
+    Raises:
+        NotChanged: the weight is not quantized, or what else reads it may not have other integers, is no
+            product of the same kind, or has a tensor of its own.
+    """
+    number, _ = weight_group(found, product)
+    group, readers = found.plan.groups[number], dict[Point, Operands]()
+    for claim in group.claims:
+        node = product_node(found.plan.claims[claim], found.nodes)
+        if node is not None and claim not in found.dropped and wants(found.plan.claims[claim]):
+            reader = Operands.of(node)
+            readers[Point(reader.weight.name, node.name)] = reader
+    others = [point for point in group.points if point not in readers]
+    others += [at for at, reader in readers.items() if not _reads_alike(product, reader)]
+    if others:
+        names = ", ".join(sorted({point.user or point.source for point in others}))
+        raise NotChanged(
+            f"{product.weight.target} is also used by {names}, which would have to be a layer of "
+            "the same kind that asks for it too"
+        )
+    return tuple(readers.values())
+
+
+def _reads_alike(one: Operands, other: Operands) -> bool:
+    """Tell whether products multiply one tensor by columns of equal shapes."""
+    first, second = constant_of(one.weight), constant_of(other.weight)
+    kinds = {(p.node.target in TRANSPOSED, groups_of(p.node)) for p in (one, other)}
+    if first is None or second is None or len(kinds) > 1:
+        return False
+    return layout_of(first) == layout_of(second)
+
+
 def weight_of(found: Calibrated, product: Operands) -> Tensor:
     """Return a copy of a product's weight, in float, in its shape, with the factors decided so far."""
     return found.factors.constant(product.weight.name).clone()
 
 
-def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None:
+def set_integers(
+    found: Calibrated, product: Operands, integers: Tensor, *, shared: bool = False
+) -> None:
     """Decide on the integers of a product's weight.
 
     Args:
         integers: in the shape of the weight, and in the type of its quantization parameters.
+        shared: whether all that read the weight are to have them, not only an operator that alone does.
 
     Raises:
         NotChanged: another algorithm has decided, or other operators read the weight too.
         ValueError: they are not of its shape and type, or are out of bounds.
     """
-    check_own_integers(found, product)
+    check_own_integers(found, product, shared=shared)
     number, q = weight_group(found, product)
     shape = found.factors.constant(product.weight.name).shape
     if (integers.shape, integers.dtype) != (shape, q.dtype):
@@ -632,8 +707,8 @@ def set_integers(found: Calibrated, product: Operands, integers: Tensor) -> None
     found.integers[number] = integers
 
 
-def check_own_integers(found: Calibrated, product: Operands) -> None:
-    """Check that integers of a product's weight can be chosen, for it alone.
+def check_own_integers(found: Calibrated, product: Operands, *, shared: bool = False) -> None:
+    """Check that integers of a product's weight can be chosen, for it alone unless it is `shared`.
 
     Raises:
         NotChanged: it is not quantized, or to float8; another algorithm has decided, or other operators read
@@ -644,7 +719,7 @@ def check_own_integers(found: Calibrated, product: Operands) -> None:
         raise NotChanged(f"{product.weight.target} is stored as {q.dtype}, which has no integers")
     if number in found.integers:
         raise NotChanged("another algorithm has already chosen the integers of its weight")
-    if len(found.plan.groups[number].points) > 1:
+    if len(found.plan.groups[number].points) > 1 and not shared:
         raise NotChanged(f"{product.weight.target} is read by other operators or shares scales")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
+from qompose.algorithms import Algorithm
 from qompose.backend import kit
 from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
@@ -46,7 +47,7 @@ def get_default_x86_inductor_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    algorithms: tuple[str | SmoothQuant, ...] | None = None,
+    algorithms: tuple[str | SmoothQuant | Algorithm, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and int8 weights per output channel, symmetric but for groups.
@@ -83,10 +84,10 @@ def get_default_x86_inductor_quantization_config(
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
-        algorithms: methods that reduce the error of quantization: "equalization", "smooth_quant" or
-            `SmoothQuant(alpha=...)`, "gptq" and "bias_correction". If None, static configurations use the
-            last three where they help and cost nothing at run time (`QuantizationConfig`); `()` uses none.
-            Not for training.
+        algorithms: methods that reduce the error of quantization, by name, as "gptq", or as objects with
+            options, as `SmoothQuant(alpha=...)` (`QuantizationConfig` lists them). If None, those are used
+            that help on held-out calibration data and cost nothing at run time; `()` uses none. Not for
+            training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from qompose import QuantizationConfig, SmoothQuant
+from qompose.algorithms import Algorithm
 from qompose.backend import kit
 from qompose.errors import ConfigError
 
@@ -28,7 +29,7 @@ def get_symmetric_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    algorithms: tuple[str | SmoothQuant, ...] | None = None,
+    algorithms: tuple[str | SmoothQuant | Algorithm, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration with symmetric weights, named after its choices.
@@ -55,10 +56,10 @@ def get_symmetric_quantization_config(
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
-        algorithms: methods that reduce the error of quantization: "equalization", "smooth_quant" or
-            `SmoothQuant(alpha=...)`, "gptq" and "bias_correction". If None, static configurations use the
-            last three where they help and cost nothing at run time (`QuantizationConfig`); `()` uses none.
-            Not for training.
+        algorithms: methods that reduce the error of quantization, by name, as "gptq", or as objects with
+            options, as `SmoothQuant(alpha=...)` (`QuantizationConfig` lists them). If None, those are used
+            that help on held-out calibration data and cost nothing at run time; `()` uses none. Not for
+            training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 

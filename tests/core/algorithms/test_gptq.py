@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -194,9 +195,6 @@ def test_moments_that_cannot_be_factorized_are_a_line() -> None:
     assert not made and "singular" in refused[0] and "damping" in refused[0]
 
 
-TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
-
-
 @pytest.mark.parametrize(
     "model, config, batch, reason",
     [
@@ -206,7 +204,6 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
         (nn.Linear(48, 16), replace(ITSELF, input_activation=MINMAX), data(0, 256, 48), None),
         (nn.Linear(48, 16), ASKING, data(0, 1, 48), "too few distinct"),
         (toys.seeded(nn.Linear(48, 16)), ASKING, toys.randn(8, 48), "is required"),
-        (TWICE, ASKING, data(0, 256, 48), "other operators"),
         (
             nn.Linear(48, 16),
             replace(ASKING, input_activation=None),
@@ -227,6 +224,49 @@ def test_what_was_asked_for_and_is_not_made_is_a_line(
     made, refused = said(run(model.eval(), config, batch))
     assert made == [] and bool(refused) == (reason is not None)
     assert all(str(reason) in line for line in refused)
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution", "in groups", "transposed"])
+def test_a_weight_of_several_layers_is_rounded_by_what_all_read(name: str) -> None:
+    """As if one layer read it all."""
+    module, shape, weight = MODELS[name]
+    config = replace(ASKING, input_activation=None, weight=weight)
+    x, y = data(0, *shape), 3 * data(1, *shape)
+    model = toys.seeded(
+        toys.Model(lambda m, x, y: (m.a(x), m.a(y)), a=copy.deepcopy(module))
+    ).eval()
+    prepared = prepare(export(model, x, y), toy(*PRODUCTS, config=config))
+    prepared(x, y)
+    found, one = qompose.convert_pt2e(prepared), run(model.a, config, x, y)  # type: ignore[arg-type]
+    assert torch.equal(found.get_buffer("a.weight_q"), one.get_buffer("weight_q"))
+    made, refused = said(found)
+    assert len(made) == 2 and not refused
+
+
+@pytest.mark.parametrize("config", [ASKING, ITSELF], ids=["asked", "by itself"])
+def test_two_layers_with_one_weight_are_truer_on_other_data(config: QuantizationConfig) -> None:
+    model = toys.seeded(toys.Model(lambda m, x, y: (m.a(x), m.a(y)), a=nn.Linear(48, 16))).eval()
+    seen, other = ((data(at, 256, 48), -data(at + 1, 256, 48)) for at in (0, 2))
+    errors = []
+    for each in (PLAIN, config):
+        prepared = prepare(export(model, *seen), toy(*PRODUCTS, config=each))
+        prepared(*seen)
+        found = qompose.convert_pt2e(prepared)(*other)
+        errors.append([toys.sqnr(a, b) for a, b in zip(model(*other), found, strict=True)])
+    assert all(after > before + 1 for before, after in zip(*errors, strict=True))
+
+
+def test_a_weight_that_layers_read_which_do_not_ask_is_named() -> None:
+    """Those are to have what they would have without."""
+    layers = {"a": nn.Linear(48, 16), "b": nn.Linear(48, 16)}
+    model = toys.seeded(toys.Model(lambda m, x, y: (m.a(x), m.b(y)), **layers)).eval()
+    model.b.weight = model.a.weight  # type: ignore[union-attr, assignment]
+    batch = data(0, 256, 48), data(1, 256, 48)
+    quantizer = toy(*PRODUCTS, config=ASKING).set_module_name("b", PLAIN)
+    prepared = prepare(export(model, *batch), quantizer)
+    prepared(*batch)
+    made, refused = said(qompose.convert_pt2e(prepared))
+    assert not made and len(refused) == 1 and "linear_1" in refused[0]
 
 
 def test_any_range_and_any_size_will_do_where_it_is_asked_for() -> None:

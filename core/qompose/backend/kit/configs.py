@@ -21,7 +21,7 @@ from qompose.observers.config import (
     training_config,
     weight_spec,
 )
-from qompose.spec.algorithm_choice import SmoothQuant
+from qompose.spec.algorithm_choice import AlgorithmChoice
 from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpec
 
 Integers: TypeAlias = "tuple[torch.dtype, int, int]"
@@ -77,7 +77,7 @@ class ConfigOptions:
     range: str = DEFAULT_RANGE
     weight_range: str = "minmax"
     balance: bool = True
-    algorithms: tuple[str | SmoothQuant, ...] | None = None
+    algorithms: tuple[AlgorithmChoice, ...] | None = None
     options: tuple[str, ...] = ()
     fake_quantize: str = "moving_average"
 
