@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qompose import convert_pt2e, load, prepare_pt2e, report, save, statistics
+from qompose import convert_pt2e, prepare_pt2e, report, statistics
 from qompose.algorithms import Algorithm
 from qompose.algorithms.interface import UNREPORTED
 from qompose.errors import MemberError, StatisticsError, UserError
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.testing.algorithm_suite import AlgorithmSuite, Place
+from qompose.testing.checks_backend import through_a_file
 from qompose.testing.checks_kernel import matches_reference
 from qompose.testing.checks_rule import annotates
 from qompose.testing.fixtures import Blocked, ContractError, NotApplicable, expecting, sqnr
@@ -190,17 +189,7 @@ def is_saved(suite: AlgorithmSuite, place: Place) -> None:
     """A converted model is the same once it is saved and loaded."""
     trial = suite.trial(place)
     model, batch = _converted(suite, trial), trial.batches("evaluation", 1)[0]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        expecting(
-            _about(suite, trial),
-            "qompose.save and qompose.load support the model",
-            "check what is stored in the record",
-        ),
-    ):
-        file = Path(folder, "model.qompose")
-        save(model, file)
-        loaded = load(file)
+    loaded = through_a_file(model, _about(suite, trial), "check what is stored in the record")
     pairs = zip(outputs(model, batch), outputs(loaded, batch), strict=True)
     if not all(torch.equal(one, other) for one, other in pairs):
         raise ContractError(

@@ -19,7 +19,7 @@ from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.checks_kernel import accepts
 from qompose.testing.checks_rule import converts
 from qompose.testing.contract import Contract, names_of_tests, parameters
-from qompose.testing.contracts import BackendContract
+from qompose.testing.contracts import AlgorithmContract, BackendContract
 from qompose.testing.fixtures import (
     Blocked,
     ContractError,
@@ -35,6 +35,7 @@ from qompose.testing.trial import Example, examples_of
 from qompose.testing.variations import _ranges, limits
 from torch import Tensor
 
+from tests.core.offering import offered_by_a_package
 from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
 from tests.core.sound_products import conv, matmul
 from tests.core.toy import INT8, PER_TENSOR, STATIC
@@ -252,6 +253,20 @@ def test_edges_that_this_machine_runs_slowly_are_no_faults() -> None:
     edges = ["test_accepts", "test_refuses", "test_matches_reference"]
     assert failures(contract_of(lambda: backend), edges) == {}
     assert {"weights": "wide"} in asked
+
+
+def test_a_model_for_another_machine_is_saved_and_loaded() -> None:
+    """`load` refuses it here, which is no fault of the backend, nor of the algorithm."""
+
+    def backend() -> Backend:
+        needs: dict[str, Any] = {"requirements": lambda uses: {"isa": "new"}}
+        return SoundBackend([LINEAR], name="toy", objection=lambda asked: "it is old", **needs)
+
+    algorithm = {"algorithm": "scale_search", "backends": (backend(),)}
+    with offered_by_a_package(backend):
+        assert failures(contract_of(backend), ["test_saves"]) == {}
+        contract = type("Contract", (AlgorithmContract,), algorithm)
+        assert failures(contract, ["test_is_saved"]) == {}
 
 
 class TestOverrides:
