@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.algorithms import algorithms_of
@@ -526,6 +526,7 @@ class QParamsSolver:
         refused = self._found.refused
         few = [*self._too_few_examples(), *self._mostly_repeated(), *self._without_channels()]
         few += self._without_rows()
+        found += self._not_finite()
         return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _choices(self) -> Iterator[tuple[int, Choice]]:
@@ -602,6 +603,8 @@ class QParamsSolver:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
         for number, q in self._found.qparams.items():
             observer: Any = base_observer(self.observer(number))
+            if q.per_tensor and constant_of(self._value(number)) is None:
+                continue  # an activation's statistics say more
             names = (
                 ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")
             )
@@ -610,6 +613,20 @@ class QParamsSolver:
                 problem = few_levels(q, least, most, eps_of(observer) or 0.0)
                 if problem:
                     yield f"{self.describe(number)}: {problem}"
+
+    def _not_finite(self) -> Iterator[str]:
+        """Name the parameters with NaN or infinite numbers that no observer looked at, such as biases."""
+        observed = {point.source for group in self.plan.groups for point in group.points}
+        for name, node in self._nodes.items():
+            value = constant_of(node)
+            if name in observed or not isinstance(value, nn.Parameter) or not value.numel():
+                continue
+            ends = torch.aminmax(value.detach()) if value.dtype in _FLOATS else ()
+            if not all(end.isfinite() for end in ends):
+                yield (
+                    f"the parameter {node.target} contains NaN or infinite values, which reach the outputs. "
+                    "Train or load the model again"
+                )
 
     def _lost_in_casts(self, changed: Mapping[str, Tensor]) -> Iterator[str]:
         """Describe the parameters of which a smaller float type cannot hold every value."""
@@ -655,6 +672,7 @@ def _saw_only_nan(observer: object) -> bool:
 
 
 _FEW_VALUES = 64
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMED, _EXPERTS_NAMED = 3, 8
 """How many tensors a line names, and how many experts."""
 
@@ -694,8 +712,6 @@ def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     Other engines' observers then take the scale 1, and leave one integer. Where they are, a few such channels
     are not told: trained weights have dead ones.
     """
-    if q.per_tensor:
-        return ""
     spread, steps = maximum - minimum, q.high - q.low
     raised, least = torch.ones_like(spread, dtype=torch.bool), 1
     if not q.zero_point.is_floating_point():
@@ -704,9 +720,10 @@ def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     few = int((raised & (spread > 0) & (spread < q.scale * steps / 4)).sum())
     if few < least:
         return ""
+    which = "it uses" if spread.numel() == 1 else f"{few} of {spread.numel()} channels use"
     return (
-        f"{few} of {spread.numel()} channels use less than a quarter of the {steps + 1} "
-        f"integers because the eps of their observer, {eps:g}, exceeds their scale. Use a "
+        f"{which} less than a quarter of the {steps + 1} "
+        f"integers because the eps of the observer, {eps:g}, exceeds the scale. Use a "
         "smaller eps, or leave the operator in float"
     )
 

@@ -104,6 +104,8 @@ def _sharing_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) ->
     """Return why one folded weight would not be right for all that read a weight, or None."""
     weight = constant_or_none(producer.args[1])
     assert weight is not None
+    if len(_places_of(weight, producer)) > 1:
+        return f"{describe(producer)} reads its weight as another argument, too"
     if readers[address_of(weight)] == 1:
         return None
     products, shared = sharing_weight(producer), f"the weight of {describe(producer)} is shared"
@@ -123,12 +125,16 @@ def _sharing_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) ->
 
 def _norm_behind(product: Node, weight: Tensor) -> Node | None:
     """Return the batch norm that reads what a reader of a weight gives, None where none can be folded."""
-    reads = [constant_or_none(argument) for argument in product.args]
-    places = [i for i, c in enumerate(reads) if c is not None and layout_of(c) == layout_of(weight)]
-    if product.target not in FOLDABLE or places != [1]:
+    if product.target not in FOLDABLE or _places_of(weight, product) != [1]:
         return None
     found = (user for user in product.users if user.target is aten.batch_norm.default)
     return next((norm for norm in found if norm.args[0] is product), None)
+
+
+def _places_of(weight: Tensor, product: Node) -> list[int]:
+    """Return which arguments of a product are a weight."""
+    reads = [constant_or_none(argument) for argument in product.args]
+    return [i for i, c in enumerate(reads) if c is not None and layout_of(c) == layout_of(weight)]
 
 
 def _folded(producer: Node, norm: Node) -> list[object]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import reduce
@@ -658,6 +659,24 @@ def test_channels_that_eps_leaves_few_integers() -> None:
     assert few_levels(quarter, torch.zeros(4), torch.full((4,), 255.0), 1e-3) == ""
     whole = replace(q, zero_point=q.zero_point.round().long())
     assert few_levels(whole, least, most, 1e-3) == ""
+
+
+@pytest.mark.parametrize(("most", "told"), [(1e-9, True), (1e-3, False), (0.0, False)])
+def test_few_levels_of_a_whole_weight(most: float, told: bool) -> None:
+    module = seeded(nn.Linear(3, 4))
+    nn.init.constant_(module.weight, most)
+    report = qompose.report(convert(export(module, X), toy(LINEAR, config=PER_TENSOR), X))
+    assert any("less than a quarter" in note for note in report.notes) is told
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_parameters_that_no_observer_sees_are_named_if_they_are_not_finite(value: float) -> None:
+    module = seeded(nn.Linear(3, 4))
+    with torch.no_grad():
+        module.bias[1] = value
+    converted = convert(export(module, X), toy(LINEAR, config=WEIGHT_ONLY), X)
+    report = qompose.report(converted)
+    assert any("parameter bias" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("most", "told"), [(1e-7, True), (1e-3, False), (0.0, False)])

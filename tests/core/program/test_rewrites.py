@@ -246,6 +246,13 @@ def test_a_weight_with_another_use_is_folded_for_none(kind: str) -> None:
     assert all(named in candidate.obstacle for candidate in found[-2:])
 
 
+def test_a_weight_that_is_the_input_too_is_not_folded() -> None:
+    layers = {"layer": nn.Conv2d(3, 3, 3, padding=1), "norm": nn.BatchNorm2d(3)}
+    model = seeded(Model(lambda m, x: m.norm(m.layer(m.layer.weight)) + x, **layers))
+    _, (candidate,) = candidates(model, randn(3, 3, 3, 3), FOLD_BATCH_NORM)
+    assert candidate.obstacle
+
+
 class AllButOne(Annotator):
     """Claims the convolutions of a program but the second."""
 
