@@ -189,13 +189,29 @@ class ExportError(UserError):
     def __init__(self, model: object, error: BaseException) -> None:
         self.line = _line_of(error, anywhere=False)
         where = f", at {self.line}" if self.line else ""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = " ".join(lines[:2]) or "no reason given"
-        super().__init__(
-            f"torch.export cannot export {type(model).__name__}{where}: {type(error).__name__}: {text}\n"
-            "Code that branches on the values of a tensor needs torch.where or torch.cond. Change what the "
-            "message names until torch.export.export(model.eval(), example_inputs) succeeds"
-        )
+        said, found, fixes = str(error).partition(_FIXES)
+        lines = [line.strip() for line in said.splitlines() if line.strip()][:2]
+        if found:
+            lines += [
+                found,
+                "; ".join(map(str.strip, fixes.partition("\n\n")[0].strip().splitlines())),
+            ]
+        text = " ".join(lines) or "no reason given"
+        advice = next((a for word, a in _EXPORT_ADVICE.items() if word in text), _ANY_ADVICE)
+        what = f"{type(model).__name__}{where}: {type(error).__name__}: {text}"
+        super().__init__(f"torch.export cannot export {what}\n{advice}")
+
+
+_FIXES = "Suggested fixes:"
+_EXPORT_ADVICE = {
+    _FIXES: "Change dynamic_shapes as it suggests, or the model",
+    "nference tensor": "Make the model and the example inputs outside torch.inference_mode",
+    "Unsupported input type": "Register that type, or take tensors, tuples, lists and dicts",
+}
+_ANY_ADVICE = (
+    "Code that branches on the values of a tensor needs torch.where or torch.cond. Change what the "
+    "message names until torch.export.export(model.eval(), example_inputs) succeeds"
+)
 
 
 class StageError(UserError):

@@ -16,7 +16,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizedModel, UserError
-from qompose.errors import ExportError, NotLoweredError, TargetError
+from qompose.errors import BatchError, ExportError, InputError, NotLoweredError, TargetError
 from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
@@ -111,6 +111,25 @@ def test_what_torch_cannot_export_is_an_error_with_its_reason(
     cause = raised.value.__cause__
     assert cause is not None and str(cause).splitlines()[0] in str(raised.value)
     assert raised.value.line.startswith(line) and bool(raised.value.line) is bool(line)
+
+
+def test_torchs_advice_on_sizes_is_kept_and_ours_fits_the_error() -> None:
+    columns = ({1: torch.export.Dim("columns")},)
+    with pytest.raises(ExportError, match="columns = 3"):
+        qompose.quantize(nn.Linear(3, 4), X, backends=toy(LINEAR), dynamic_shapes=columns)
+    with torch.inference_mode():
+        module = nn.Linear(3, 4)
+    with pytest.raises(ExportError, match="outside"):
+        qompose.quantize(module, X, backends=toy(LINEAR))
+
+
+def test_sparse_tensors_are_refused_with_the_remedy() -> None:
+    with pytest.raises(BatchError, match="to_dense"):
+        qompose.quantize(nn.Linear(3, 4), X, backends=toy(LINEAR), calibration=[X.to_sparse()])
+    result = qompose.quantize(nn.Linear(3, 4), X, backends=toy(LINEAR), calibration=[X])
+    with pytest.raises(InputError, match="to_dense") as raised:
+        result.model(X.to_sparse())
+    assert raised.value.name == "input"
 
 
 def test_float_lowered_and_compiled_are_timed() -> None:

@@ -432,6 +432,12 @@ def _refusing() -> Iterator[None]:
 def refused(error: Exception) -> CompilationError:
     """Return the error to raise for one of torch's compiler."""
     inner = getattr(error, "inner_exception", None) or error
+    if "serialized_type_name" in str(inner):
+        return CompilationError(
+            f"A package cannot have what the model takes or returns: {first_line(inner)} For a "
+            "dataclass: torch.export.register_dataclass(..., serialized_type_name=...). "
+            'mode="default" needs no name.'
+        )
     return CompilationError(
         f"torch cannot compile this model: {type(inner).__name__}: {reason_of(inner)} The "
         "lowered model runs without compilation."

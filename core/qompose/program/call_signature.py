@@ -142,9 +142,10 @@ def check_dtypes(module: GraphModule) -> None:
 
 
 def dtypes_of(placeholders: Sequence[Node]) -> dict[int, torch.dtype]:
-    """Return the type of each input that is a tensor, by the examples of the placeholders."""
+    """Return the type of each input that is a dense tensor, by the examples of the placeholders."""
     values = {place: value_of(n) for place, n in enumerate(placeholders) if "val" in n.meta}
-    return {place: value.dtype for place, value in values.items() if isinstance(value, Tensor)}
+    tensors = ((place, value) for place, value in values.items() if isinstance(value, Tensor))
+    return {place: value.dtype for place, value in tensors if value.layout is torch.strided}
 
 
 Tree = Any
@@ -186,7 +187,7 @@ class InputChecks:
         """Yield Python statements that check the inputs of these names."""
         for place, dtype in self.dtypes.items():
             name = names[place]
-            same = f"getattr({name}, 'dtype', None) is {dtype}"
+            same = f"getattr({name}, 'dtype', None) is {dtype} and {name}.layout is torch.strided"
             yield f"require_dtype({same}, {name}, {name!r}, {dtype})"
         for place, sizes in self.shapes.items():
             wanted = ", ".join("any" if size is None else str(size) for size in sizes)
@@ -288,7 +289,7 @@ def require_input(holds: Any, value: object, name: str, wanted: str) -> None:
 
 
 def require_dtype(holds: bool, value: object, name: str, dtype: torch.dtype) -> None:
-    """Raise an error where an input is not a tensor of a type; otherwise as `require_input`.
+    """Raise an error where an input is not a dense tensor of a type; otherwise as `require_input`.
 
     Raises:
         InputError: it is not.
@@ -297,6 +298,8 @@ def require_dtype(holds: bool, value: object, name: str, dtype: torch.dtype) -> 
         return
     given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     remedy = f"Pass torch.as_tensor({name}, dtype={dtype})"
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        given, remedy = f"a {value.layout} tensor", f"Pass {name}.to_dense()"
     raise InputError(name, given, f"a {dtype} tensor", remedy)
 
 

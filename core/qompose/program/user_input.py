@@ -207,11 +207,20 @@ def run_batch(
         described = (
             str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         )
+        if _has_sparse(batch):
+            described = (
+                f"{described.partition('. ')[0]}. Observers take dense tensors: pass x.to_dense()"
+            )
         raise BatchError(
             number,
             f"cannot be run: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
             what,
         ) from error
+
+
+def _has_sparse(batch: Any) -> bool:
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return any(leaf.layout is not torch.strided for leaf in leaves)
 
 
 def _check_parameters(call: object, error: CalibrationError) -> None:

@@ -23,7 +23,7 @@ from qompose.errors import (
     TargetError,
 )
 from qompose.lowering import compilation
-from qompose.lowering.aoti_package import called_as_exported
+from qompose.lowering.aoti_package import called_as_exported, refused
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
@@ -318,3 +318,11 @@ class TestRefusals:
         wrong = {"post_grad_custom_pre_pass": fail}
         with pytest.raises(CompilationError, match="RuntimeError: out of ideas"):
             qompose.compile_lowered(model, options=wrong)
+
+
+def test_a_type_without_a_name_in_files_has_its_remedy() -> None:
+    """torch's own advice names a function that hardly anybody calls."""
+    torch_says = (
+        "Please update your _register_pytree_node call with a `serialized_type_name` kwarg."
+    )
+    assert "register_dataclass" in str(refused(NotImplementedError(torch_says)))
