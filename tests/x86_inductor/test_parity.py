@@ -89,7 +89,7 @@ PARITY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: Model(lambda m, x: m.relu(m.linear(x) + x), linear=linear()(), relu=nn.ReLU()),
         ROWS,
     ),
-    "mul": (lambda: Model(lambda m, x: m.c(m.a(x) * m.b(x)), a=linear()(), b=linear()(), c=linear()()), ROWS),
+    "mul": (lambda: Model(lambda m, x: m.c(m.a(x) * m.b(x)), a=conv(), b=conv(), c=conv()), IMAGE),
     "matmul": (lambda: Model(lambda m, x: m.a(x) @ m.b(x).mT, a=linear()(), b=linear()()), ROWS),
     "max pool": (sequence(conv, nn.ReLU, partial(nn.MaxPool2d, 2), conv), IMAGE),
     "average pool": (sequence(conv, nn.ReLU, partial(nn.AvgPool2d, 2), conv), IMAGE),

@@ -86,6 +86,28 @@ def test_an_input_that_is_added_stays_whole(kind: str, relu: bool, swapped: bool
     assert_lowers_right(result, x)
 
 
+GATES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], bool]] = {
+    "linears": ("linear", "linear", F.silu, False),
+    "behind a view": ("linear", "linear", lambda x: F.gelu(x).flatten(0, 1).view(x.shape), False),
+    "convolutions": ("conv2d", "conv2d", F.silu, True),
+    "one linear": ("linear", "conv1d", lambda x: x, True),
+}
+
+
+@pytest.mark.parametrize("name", at_once([*GATES], "linears", "convolutions", "one linear"))
+def test_a_gate_of_linears_multiplies_floats(name: str) -> None:
+    """Its factors would be rounded for nothing else, three times where the next linear needs it once."""
+    gate, up, act, quantized = GATES[name]
+    kinds = {"gate": gate, "up": up, "down": up}
+    parts = {part: layers(kind, padding=1)[0] for part, kind in kinds.items()}
+    x = layers(gate)[1] if gate == up else randn(2, 4, 8)
+    result = converted(Model(lambda m, x: m.down(act(m.gate(x)) * m.up(x)), **parts), x)
+    assert ("mul" in rules(result).values()) == quantized
+    lowered = assert_lowers_right(result, x)
+    multiplied = calls(lowered).count("qompose_x86.mul")
+    assert multiplied == quantized and calls(lowered).count(QUANTIZE) == 1 + (not quantized)
+
+
 @pytest.mark.parametrize("swapped", [False, True], ids=["behind", "before"])
 def test_a_dropout_stands_between_a_linear_and_a_sum(swapped: bool) -> None:
     def function(m: Any, x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qompose.backend import Kernel, Rule, TensorConstraint, kit
+from qompose.backend import Kernel, Match, Rule, TensorConstraint, kit
+from torch.fx import Node
 
 from qompose_x86_inductor.kernels.static import (
     ProductEmitter,
@@ -83,6 +84,24 @@ def _averaged(name: str) -> Rule:
     return kit.pool_rule(name, output=False, accepts=ACCEPTS, kernels={"torch": kernel})
 
 
+def _not_of_linears(match: Match) -> str | None:
+    """Leave the product of two linears in float, as their sum: what a transformer's gate multiplies.
+
+    Rounding both factors costs more accuracy than rounding what the next linear reads, and no time is won:
+    compiled code multiplies floats and quantizes the result in one pass.
+    """
+    if all(_is_of_linear(match.node(name)) for name in ("self", "other")):
+        return "it multiplies outputs of linears, which return float at no extra cost"
+    return None
+
+
+def _is_of_linear(node: Node | None) -> bool:
+    """Tell whether a linear gives a value, or does so before functions of that alone."""
+    while node is not None and node.target is not aten.linear.default:
+        node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+    return node is not None
+
+
 _MAX_POOL = {"torch": Kernel("qompose_x86.max_pool2d", max_pool)}
 
 PRODUCT_RULES: tuple[Rule, ...] = tuple(_products())
@@ -91,7 +110,7 @@ STATIC_RULES: tuple[Rule, ...] = (
         "mul",
         output=False,
         accepts=ACCEPTS,
-        guard=(kit.computed_factors,),
+        guard=(kit.computed_factors, _not_of_linears),
         kernels={"torch": Kernel("qompose_x86.mul", multiply)},
     ),
     *map(_averaged, ("avg_pool2d", "adaptive_avg_pool2d", "mean")),
