@@ -384,7 +384,10 @@ def table_fault(backend: Backend) -> str | None:
                 return f"{name} must contain only {expected} objects, got {entry!r}"
     for fault in _rule_faults(backend):
         return fault
-    for operator, reason in dict[Any, Any](backend.left_in_float).items():
+    in_float: Any = backend.left_in_float
+    if not isinstance(in_float, Mapping):
+        return f"left_in_float must map operators to reasons, got {in_float!r}"
+    for operator, reason in in_float.items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
     return naming_fault(backend.configs)

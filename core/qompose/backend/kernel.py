@@ -405,6 +405,8 @@ def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
     whole = [value for value in args if isinstance(value, (DynamicTensor, QuantizedTensor))]
     if whole:
         return f"tensors must be passed as nodes, got a {type(whole[0]).__name__}; pass its .node"
+    if not callable(target):
+        return "that is no operator or function; pass the function that custom_op made"
     if not isinstance(target, OpOverload):
         return ""
     declared = target._schema.arguments

@@ -298,11 +298,16 @@ def _signature_faults(function: object, shapes: int) -> Iterator[str]:
 
 
 def _named_faults(operators: Any) -> Iterator[str]:
+    names = set[str]()
     for entry in operators:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
             yield f"operators must be (name, operator) pairs, got {entry!r}"
         elif not _is_overload(entry[1]):
             yield _not_an_overload(entry[1])
+        elif entry[0] in names:
+            yield f"two operators are named {entry[0]!r}; give each a name of its own"
+        else:
+            names.add(entry[0])
 
 
 class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):

@@ -474,6 +474,8 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         yield f"modes must be a set of modes, got {rule.modes!r}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
+    if not isinstance(rule.shares, bool):
+        yield f"shares must be True or False, got {rule.shares!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
         yield f"guard must be a function of a match, got {rule.guard!r}"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -312,8 +312,16 @@ class _Fit:
             self.rule.objection(self.config)
             or self._tensor_objection()
             or self._blocks_objection()
-            or next(filter(None, (guard(self.match) for guard in self.rule.guards)), None)
+            or next(filter(None, map(self._guarded, self.rule.guards)), None)
         )
+
+    def _guarded(self, guard: Callable[[Match], object]) -> str | None:
+        reason = guard(self.match)
+        if reason is not None and not isinstance(reason, str):
+            raise ConfigError(
+                f"the guard returned {reason!r}; return why the match cannot be taken, or None"
+            )
+        return reason
 
     def _tensor_objection(self) -> str | None:
         """Check that inputs are float tensors and the weight is a float parameter or buffer."""

@@ -330,6 +330,8 @@ def channel_axis(spec: Any, factory: Any = None) -> int | None:
     Observers per channel have 0 as their default, and quantizers of this field rely on that.
     """
     axis: int | None = spec.ch_axis
+    if axis is not None and type(axis) is not int:
+        raise ConfigError(f"ch_axis must be an integer or None, got {axis!r}")
     if axis is not None or spec.qscheme not in PER_CHANNEL:
         return axis
     arguments = getattr(getattr(factory, "p", factory), "keywords", {})
@@ -472,6 +474,8 @@ class QuantizationConfig:
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")
+        if not isinstance(self.name, str):
+            raise ConfigError(f"name must be a string, got {self.name!r}")
         object.__setattr__(self, "options", tuple(sorted(set(given))))
         if self.algorithms is not None:
             asked = (

@@ -107,6 +107,7 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "modes of another kind": ({"modes": None}, "modes .*None"),
     "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
     "guards of another kind": ({"guard": (len, 5)}, "guard .*5"),
+    "sharing of another kind": ({"shares": "yes"}, "shares .*'yes'"),
 }  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) 
         ({"configs": [STATIC]}, "configs .*dict"), ({"configs": {"a": INT8}}, "configs must contain"),
         ({"rewrites": "fold_batch_norm"}, "rewrites .*tuple"),
         ({"rules": (LINEAR, LINEAR)}, "2 rules are named"),
+        ({"left_in_float": ["relu"]}, "left_in_float .*relu"),
     ],
 )  # fmt: skip
 def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:
@@ -160,6 +162,21 @@ def test_what_is_no_specification_is_refused() -> None:
     for role in ("input_activation", "output_activation", "weight", "bias"):
         with pytest.raises(ConfigError, match=f"{role} .*'int8'"):
             replace(STATIC, **{role: "int8"})
+    with pytest.raises(ConfigError, match="got 3"):
+        replace(STATIC, name=3)
+    with pytest.raises(ConfigError, match="ch_axis"):
+        replace(WEIGHT, ch_axis="0")
+
+
+def test_a_guard_gives_a_reason_or_none() -> None:
+    program = export(nn.Linear(3, 4), torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match="the guard returned True"):
+        prepare(program, toy(replace(LINEAR, guard=lambda _: True)))
+
+
+def test_a_backend_is_not_its_quantizer() -> None:
+    with pytest.raises(qompose.UserError, match="RuleQuantizer"):
+        qompose.compose(ToyBackend((LINEAR,), "mine"))
 
 
 LINEAR_OF = (("op", aten.linear.default),)
@@ -180,6 +197,7 @@ def linear(input: Any, weight: Any, bias: Any) -> Any:
         pytest.param(lambda: Pattern(linear, (*SHAPES, (1,)), LINEAR_OF), "4 shapes", id="too many"),
         pytest.param(lambda: Pattern(linear, SHAPES, (("op", aten.linear),)), "linear.default", id="packet"),
         pytest.param(lambda: Pattern(linear, SHAPES, (aten.linear.default,)), "pairs", id="no name"),
+        pytest.param(lambda: Pattern(linear, SHAPES, LINEAR_OF * 2), "two operators", id="one name for two"),
         pytest.param(lambda: OperatorPattern((aten.relu,)), r"aten\.relu\.default", id="packet alone"),
         pytest.param(lambda: OperatorPattern(aten.relu.default), "tuple of operators", id="no tuple"),
         pytest.param(lambda: OperatorPattern((torch.relu,)), r"torch\.ops", id="a function"),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose.backend.interface import Backend
 from qompose.errors import UserError, blaming
 from qompose.program.aten_operators import with_sources, without_sources
 from qompose.program.control_flow import nodes_in
@@ -49,6 +50,8 @@ def adapt(quantizer: Any) -> Quantizer:
             remedy = "; pass the program first, then the quantizer"
         elif isinstance(quantizer, (str, list, tuple)):
             remedy = "; create one from names and members with qompose.compose"
+        elif isinstance(quantizer, Backend):
+            remedy = "; pass qompose.RuleQuantizer(backend)"
         raise UserError(
             f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which lacks "
             f"annotate() or validate(){remedy}"
