@@ -56,6 +56,26 @@ def test_clamps_become_the_bounds_of_a_delegated_product() -> None:
         assert (expected - program(X)).abs().max() <= 1.01 * step  # one step of the output
 
 
+READERS: dict[str, tuple[Callable[[Tensor, nn.Module], Tensor], bool]] = {
+    "a product": (lambda x, last: last(x), True),
+    "a product and a float operator": (lambda x, last: last(x) + x.sigmoid(), True),
+    "a float operator": (lambda x, last: x.sigmoid(), False),
+    "nobody": (lambda x, last: x, False),
+}
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+def test_what_only_floats_read_is_computed_in_float(name: str) -> None:
+    """A sum in front of a gate's sigmoid is not rounded once more; with an integer reader it is."""
+    function = getattr(torch, name)
+    for read, taken in READERS.values():
+        layers = {part: nn.Linear(8, 8) for part in ("one", "two", "last")}
+        model = Model(lambda m, x, read=read: read(function(m.one(x), m.two(x)), m.last), **layers)
+        found = converted(model, randn(3, 8))
+        claimed = {row.rule for row in qompose.report(found).rows if row.rule}
+        assert (name in claimed) == taken
+
+
 SPECS = {
     "q": {"is_per_channel": True}, "k": {"group_size": 32}, "v": {"is_per_channel": True},
     "whole": {"is_per_channel": True, "per_token": False},

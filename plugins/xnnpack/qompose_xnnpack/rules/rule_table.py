@@ -141,6 +141,7 @@ def _binary(operator: str, *after: kit.Step) -> Rule:
         after=after,
         accepts=static(),
         guard=(guards.not_scalar,),
+        carries=True,
         kernels=_kernels(in_process.Binary(operator), operator),
     )
 
