@@ -21,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from qompose_onnx import sizes
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.shifts import SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
@@ -68,13 +69,16 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
             )
         except Exception as error:  # passes of onnxscript have errors of their own
             raise ONNXTargetError(_why(error, program)) from error
-    assert made is not None and made.exported_program is not None  # without a file, it is returned
-    _check_writes(made.exported_program)
-    for place, value in constants.items():
-        made.exported_program.graph_signature.output_specs[place].arg.value = value
-    fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
-    DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
-    _name_outputs(made.model, made.exported_program)
+        assert (
+            made is not None and made.exported_program is not None
+        )  # without a file, it is returned
+        _check_writes(made.exported_program)
+        for place, value in constants.items():
+            made.exported_program.graph_signature.output_specs[place].arg.value = value
+        fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
+        DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
+        sizes.settle(made.model)
+        _name_outputs(made.model, made.exported_program)
     return made.model, made.exported_program
 
 
@@ -238,12 +242,14 @@ def _place(node: Node) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter from writing about packages that are not installed, and from warning of itself."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

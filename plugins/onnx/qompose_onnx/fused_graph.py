@@ -13,6 +13,7 @@ from typing import Any, Final
 import onnx
 import onnx_ir as ir
 
+from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.names import WEIGHT_ONLY
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
@@ -90,18 +91,20 @@ def _origin(node: onnx.NodeProto, origins: Mapping[str, str]) -> str | None:
 
 
 def in_openvino(path: Path, origins: Mapping[str, str]) -> tuple[Session, Executed]:
-    """Load a file into OpenVINO, and read the graph that it compiled; see `in_onnx_runtime`."""
+    """Load a file into OpenVINO, and read the graph that it compiled; see `in_onnx_runtime`.
+
+    Raises:
+        ONNXTargetError: as there, or OpenVINO would compute wrong numbers.
+    """
     session = OpenVinoSession(path)
     found: dict[str, list[tuple[str, bool]]] = {}
     counts: Counter[str] = Counter()
     for node in session.compiled.get_runtime_model().get_ordered_ops():
-        facts = node.get_rt_info()
-        kind, precision, names = (
-            facts[key].astype(str) if key in facts else ""
-            for key in ("layerType", "runtimePrecision", "originalLayersNames")
-        )
+        kind, precision, names = _facts(node)
         if kind in _NO_WORK:
             continue
+        if kind == "ShapeOf":
+            _check_sized(node, origins)
         counts[f"{kind} {precision}"] += 1
         reads = precision in _EIGHT_BITS
         if kind == _PRODUCT and precision in _COMPRESSED and not _reads_integers(node):
@@ -109,6 +112,30 @@ def in_openvino(path: Path, origins: Mapping[str, str]) -> tuple[Session, Execut
         for origin in {origins.get(name.partition("/")[0]) for name in names.split(",")} - {None}:
             found.setdefault(str(origin), []).append((kind, reads))
     return session, Executed(found, counts)
+
+
+def _facts(node: Any) -> list[str]:
+    """Return what OpenVINO executes as, in what type, and for which operators of the file."""
+    facts = node.get_rt_info()
+    names = ("layerType", "runtimePrecision", "originalLayersNames")
+    return [facts[name].astype(str) if name in facts else "" for name in names]
+
+
+def _check_sized(node: Any, origins: Mapping[str, str]) -> None:
+    """Raise where OpenVINO asks for the size of a convolution that it quantizes by itself.
+
+    OpenVINO 2026.4 then takes the bias of one channel for all.
+    """
+    product = node.input_value(0).get_node()
+    kind, precision, names = _facts(product)
+    readers = [_facts(each.get_node())[0] for each in product.output(0).get_target_inputs()]
+    if kind == "Convolution" and precision in _EIGHT_BITS and "FakeQuantize" in readers:
+        found = (origins.get(name.partition("/")[0]) for name in names.split(","))
+        raise ONNXTargetError(
+            f"OpenVINO would compute {next(filter(None, found), names)} wrongly, because something "
+            "reads its size while the program runs. Export with fewer dynamic dimensions, such as "
+            "the batch alone, or lower the model for the target 'onnxruntime'"
+        )
 
 
 def _reads_integers(node: Any) -> bool:

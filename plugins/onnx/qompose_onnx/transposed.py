@@ -119,7 +119,9 @@ def _side_by_side(end: Node, strides: list[int], cuts: list[tuple[int, int]]) ->
     """Lay out channels `(N, C * strides, ...)` as `(N, C, ...)`, without the values that are too many."""
     dims, phases = len(strides), math.prod(strides)
     found = end
-    if phases > 1:
+    if dims == 2 and strides[0] == strides[1] > 1:  # ONNX has an operator for it
+        found = called(aten.pixel_shuffle.default, found, strides[0])
+    elif phases > 1:
         channels = end.meta["val"].shape[1] // phases
         found = called(aten.unflatten.int, found, 1, [channels, *strides])
         order = [n for dim in range(dims) for n in (2 + dims + dim, 2 + dim)]
