@@ -301,9 +301,9 @@ def compensated(found: Calibrated, product: Operands, inputs: Inputs, otherwise:
     form, gain = _best_form(reader, q, inputs, _OF_MOMENTS, together)
     if inputs.channels == 1 or not gain > 1:
         return otherwise
-    result = torch.empty_like(otherwise)
-    for rows, part, rounded in _rounded_parts(reader, q, inputs, form, together):
-        result[rows] = part.as_parameter(rounded.positions)
+    result = otherwise.new_empty(otherwise.shape)
+    for rows, columns, part, rounded in _rounded_parts(reader, q, inputs, form, together):
+        part.put(result[rows], columns, rounded.positions)
     return result
 
 
@@ -358,12 +358,11 @@ class _Rounding:
         """Return one of fewer outputs, spread over all: they are rounded one apart from the other."""
         return self._rows(slice(None, None, max(1, self.weight.shape[1] // _JUDGED)))
 
-    def values_by(self, order: _Order) -> Tensor:
-        """Return the values that the columns of an order have once they are rounded, `(groups, K, rows)`."""
+    def in_parts(self) -> Iterator[_Rounding]:
+        """Yield one of some outputs after another."""
         groups, rows, width = self.weight.shape
         most = max(1, _AT_A_TIME // max(1, groups * width))
-        parts = [self._rows(slice(first, first + most)) for first in range(0, rows, most)]
-        return torch.cat([part.rounded([order]).values.transpose(1, 2) for part in parts], dim=2)
+        yield from (self._rows(slice(first, first + most)) for first in range(0, rows, most))
 
     def _rows(self, rows: slice) -> _Rounding:
         names = ("weight", "step", "zero_point")
@@ -374,30 +373,80 @@ class _Rounding:
         q = self.q
         return (self.weight / self.step).round_().add_(self.zero_point).clamp_(q.low, q.high)
 
-    def nearest_values(self) -> Tensor:
-        """Return what the nearest integers stand for."""
-        return self.nearest().sub_(self.zero_point).mul_(self.step)
-
-    def rounded(self, orders: Sequence[_Order]) -> _Rounded:
-        """Return how it is rounded by the orders of all columns."""
-        weights = [v.transpose(1, 2) for v in (self.weight, self.step, self.zero_point)]
-        parts = [
-            order.positions([v[:, order.columns] for v in weights], self.q) for order in orders
+    def rounded(self, order: _Order) -> _Rounded:
+        """Return how the columns of an order are rounded."""
+        values = [
+            v.transpose(1, 2)[:, order.columns] for v in (self.weight, self.step, self.zero_point)
         ]
-        each = (v[0] if len(v) == 1 else torch.cat(v, dim=1) for v in zip(*parts, strict=True))
-        return _Rounded(*(v.transpose(1, 2) for v in each))
+        return _Rounded(*(v.transpose(1, 2) for v in order.positions(values, self.q)))
 
-    def as_parameter(self, found: Tensor) -> Tensor:
-        """Return values in the shape of the weight in that of the parameter."""
-        assert self.reader.weight is not None
-        result = found.new_empty(self.reader.weight.shape)
-        groups, outputs, channels, taps = self.shape
+    def put(self, parameter: Tensor, columns: slice, found: Tensor) -> None:
+        """Write values of some columns, `(groups, rows, c)`, into a tensor in the shape of the parameter."""
+        taps = taps_of(parameter, self.reader.groups, self.reader.transposed)
         if self.together:
-            found = found.reshape(self.shape)
+            taps.view(*self.shape[:2], -1)[..., columns] = found
         else:
-            found = found.reshape(groups, outputs, taps, channels).transpose(2, 3)
-        taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
-        return result
+            by_tap = found.reshape(len(found), self.shape[1], self.shape[3], -1)
+            taps[:, :, columns] = by_tap.transpose(2, 3)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Some outputs of a weight, spread over all, that a gain is measured on.
+
+    What each value is quantized with is worked out for a few of them at a time.
+    """
+
+    reader: Reader
+    q: QParams
+    together: bool
+
+    def parts(self) -> Iterator[_Rounding]:
+        """Yield one of some of them after another."""
+        weight = self.reader.weight
+        assert weight is not None
+        apart = slice(None, None, max(1, len(weight) // _JUDGED))
+        reader, q = self.reader, self.q
+        if _by_rows(reader, q):
+            reader, q = replace(reader, weight=weight[apart]), _of_rows(q, apart)
+            if self.together or weight.dim() == 2:  # outputs are rows
+                yield from (part for _, part in _row_parts(reader, q, self.together))
+                return
+        yield from _Rounding.of(reader, q, together=self.together).some().in_parts()
+
+    def rounded(self, order: _Order) -> Tensor:
+        """Return integers of an order's columns, `(groups, K, rows)`; where scales change, their values."""
+        found = []
+        for part in self.parts():
+            one = part.rounded(order)
+            integers = order.form.spec is None
+            values = one.positions.round().to(self.q.dtype) if integers else one.values
+            found.append(values.transpose(1, 2))
+        return torch.cat(found, dim=2)
+
+    def off(self, rounded: Tensor) -> Tensor:
+        """Return what weights are off by once they are rounded so, `(groups, rows, K)`."""
+        result = torch.empty(rounded.shape, dtype=torch.float32, device=rounded.device)
+        at = 0
+        for part in self.parts():
+            rows = slice(at, at := at + part.weight.shape[1])
+            weight, step, zero_point = (
+                v.transpose(1, 2) for v in (part.weight, part.step, part.zero_point)
+            )
+            values, found = result[..., rows], rounded[..., rows]
+            values.copy_(found)
+            if not rounded.is_floating_point():
+                values.sub_(zero_point).mul_(step)
+            values.sub_(weight)
+        return result.transpose(1, 2)
+
+    def off_nearest(self) -> Tensor:
+        """Return what weights are off by once each is rounded to nearest, `(groups, rows, K)`."""
+        parts = [
+            part.nearest().sub_(part.zero_point).mul_(part.step).sub_(part.weight)
+            for part in self.parts()
+        ]
+        return torch.cat(parts, dim=1)
 
 
 def _best_form(
@@ -408,12 +457,11 @@ def _best_form(
     Raises:
         NotChanged: moments cannot be factorized.
     """
-    rounding = _judged(reader, q, together)
-    halves = inputs.halves()
+    judged, halves = _Judged(reader, q, together), inputs.halves()
     before, errors = 0.0, dict.fromkeys(forms, 0.0)
     for half, held_back in (halves, halves[::-1]):
-        offs = [values.sub_(rounding.weight) for values in _by_forms(rounding, half, forms)]
-        offs.append(rounding.nearest_values() - rounding.weight)
+        offs = [judged.off(rounded) for rounded in _by_forms(judged, half, forms)]
+        offs.append(judged.off_nearest())
         *others, first = held_back.errors(offs)
         del offs  # before the other half is taken up
         before += first
@@ -423,24 +471,14 @@ def _best_form(
     return max(gains.items(), key=lambda item: item[1])
 
 
-def _by_forms(rounding: _Rounding, inputs: Inputs, forms: Sequence[_Form]) -> list[Tensor]:
-    """Return the values that a weight has once it is rounded by each form."""
+def _by_forms(judged: _Judged, inputs: Inputs, forms: Sequence[_Form]) -> list[Tensor]:
+    """Return how a weight is rounded by each form (`_Judged.rounded`)."""
     found: list[list[Tensor]] = [[] for _ in forms]
     for some in _together(inputs.channels, forms[0].group_size):
         moments = inputs.symmetric(some)
-        for values, form in zip(found, forms, strict=True):
-            values.append(rounding.values_by(_Order.of(some, moments, form)))
-    return [torch.cat(values, dim=1).transpose(1, 2) for values in found]
-
-
-def _judged(reader: Reader, q: QParams, together: bool) -> _Rounding:
-    """Return some outputs of a weight, spread over all."""
-    assert reader.weight is not None
-    if not _by_rows(reader, q):
-        return _Rounding.of(reader, q, together=together).some()
-    apart = slice(None, None, max(1, len(reader.weight) // _JUDGED))
-    part = replace(reader, weight=reader.weight[apart])
-    return _Rounding.of(part, _of_rows(q, apart), together=together).some()
+        for rounded, form in zip(found, forms, strict=True):
+            rounded.append(judged.rounded(_Order.of(some, moments, form)))
+    return [torch.cat(rounded, dim=1) for rounded in found]
 
 
 def _by_rows(reader: Reader, q: QParams) -> bool:
@@ -457,22 +495,28 @@ def _of_rows(q: QParams, rows: slice) -> QParams:
     return q if q.per_tensor else replace(q, scale=q.scale[rows], zero_point=q.zero_point[rows])
 
 
-def _rounded_parts(
-    reader: Reader, q: QParams, inputs: Inputs, form: _Form, together: bool
-) -> Iterator[tuple[slice, _Rounding, _Rounded]]:
-    """Yield some outputs of a weight after another, and how they are rounded by all inputs."""
+def _row_parts(reader: Reader, q: QParams, together: bool) -> Iterator[tuple[slice, _Rounding]]:
+    """Yield some outputs of a weight after another: all at once where they share scales or inputs."""
     weight = reader.weight
     assert weight is not None
-    columns = _together(inputs.channels, form.group_size)
-    orders = [_Order.of(some, inputs.symmetric(some), form) for some in columns]
     most = max(1, _AT_A_TIME // max(1, weight[0].numel())) if _by_rows(reader, q) else len(weight)
     for first in range(0, len(weight), most):
         rows = slice(first, first + most)
         some = reader, q
         if most < len(weight):
             some = replace(reader, weight=weight[rows]), _of_rows(q, rows)
-        part = _Rounding.of(*some, together=together)
-        yield rows, part, part.rounded(orders)
+        yield rows, _Rounding.of(*some, together=together)
+
+
+def _rounded_parts(
+    reader: Reader, q: QParams, inputs: Inputs, form: _Form, together: bool
+) -> Iterator[tuple[slice, slice, _Rounding, _Rounded]]:
+    """Yield some outputs and columns of a weight after another, and how they are rounded by all inputs."""
+    for columns in _together(inputs.channels, form.group_size):
+        order = _Order.of(columns, inputs.symmetric(columns), form)
+        for rows, part in _row_parts(reader, q, together):
+            yield rows, columns, part, part.rounded(order)
+        del order  # before the next, as large, is made
 
 
 def _integers(
@@ -483,12 +527,13 @@ def _integers(
     assert weight is not None
     result = torch.empty(weight.shape, dtype=q.dtype, device=weight.device)
     scale, zero_point = q.scale.clone(), q.zero_point.clone()
-    for rows, part, rounded in _rounded_parts(reader, q, inputs, form, together):
-        result[rows] = part.as_parameter(rounded.positions.round()).to(q.dtype)
+    for rows, columns, part, rounded in _rounded_parts(reader, q, inputs, form, together):
+        part.put(result[rows], columns, rounded.positions.round().to(q.dtype))
         if form.spec is not None:
-            size = weight.shape[1] // scale.shape[1]
-            scale[rows] = rounded.step[0, :, ::size].to(scale.dtype)
-            zero_point[rows] = rounded.zero_point[0, :, ::size].to(zero_point.dtype)
+            size = form.group_size
+            groups = slice(columns.start // size, columns.stop // size)
+            scale[rows, groups] = rounded.step[0, :, ::size].to(scale.dtype)
+            zero_point[rows, groups] = rounded.zero_point[0, :, ::size].to(zero_point.dtype)
     return replace(q, scale=scale, zero_point=zero_point), result
 
 

@@ -309,7 +309,7 @@ def rounding(weight: Tensor, step: float) -> _Rounding:
 def rounded(tried: _Rounding, rows: InputRows) -> Tensor:
     """Return integers as floats."""
     orders = [_Order.of(c, rows.symmetric(c), NEAR) for c in gptq._together(rows.channels)]
-    return tried.rounded(orders).positions.round()
+    return torch.cat([tried.rounded(order).positions for order in orders], dim=2).round()
 
 
 def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
