@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -96,11 +97,7 @@ def write_package(
             {STATE: json.dumps(_described(state), allow_nan=False)} if several and state else None
         )
         package_pt2(str(draft), aoti_files=files, extra_files=described)
-        runs = {name: _loaded(str(draft), name, parts[name], state) for name in parts}
-    return {
-        name: called_as_exported(_with_numbers(runs[name], part.graph), part.graph, twice=False)
-        for name, part in parts.items()
-    }
+        return {name: _loaded(str(draft), name, parts[name], state) for name in parts}
 
 
 @one_thread_at_a_time
@@ -149,29 +146,39 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
 
     run = load_package(file, name or _ALONE)
     own = {path: state[path] for path in sorted(written_buffers(part.graph.graph))}
-    if not own:
-        return run
     if lost := own.keys() - {*run.get_constant_fqns()}:
         raise CompilationError(
             f"AOTInductor folded mutated buffers into constants: {', '.join(sorted(lost))}. "
             'Use mode="default", or pass the state in and out as arguments and '
             "results."
         )
-    if name == ONLY:
-        return run
-    run.load_constants(own, check_full_update=False, user_managed=True)
-    return _Stateful(run, own)
+    if own and name != ONLY:
+        run.load_constants(own, check_full_update=False, user_managed=True)
+    # Read once: torch reads it on every call, which takes as long as a small model.
+    returned = pytree.treespec_loads(run.loader.get_call_spec()[1])
+    results = pytree.tree_leaves(next(iter(reversed(part.graph.graph.nodes))).args[0])
+    numbers = [not isinstance(value_of(r) if isinstance(r, Node) else r, Tensor) for r in results]
+    loaded = _Loaded(run.loader, numbers, own)
+    return called_as_exported(loaded, part.graph, returned, twice=False)
 
 
 @dataclass(frozen=True)
-class _Stateful:
-    """A loaded method with the buffers whose memory it uses, and which it does not keep alive itself."""
+class _Loaded:
+    """A loaded method, called with the values of the program's placeholders.
 
-    run: Callable[..., Any]
+    Attributes:
+        loader: torch's, which takes and returns lists of tensors.
+        numbers: of each result, whether it is a number in the program.
+        state: the buffers whose memory it uses, and which it does not keep alive itself.
+    """
+
+    loader: Any
+    numbers: Sequence[bool]
     state: Mapping[str, Tensor]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+    def __call__(self, *values: Any) -> list[Any]:
+        found = self.loader.boxed_run([value for value in values if isinstance(value, Tensor)])
+        return [x.item() if number else x for x, number in zip(found, self.numbers, strict=True)]
 
 
 def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -189,77 +196,60 @@ def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _with_numbers(run: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
-    """Return what runs a package and returns numbers where the program does: a package has tensors there."""
-    results = pytree.tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0])
-    numbers = [not isinstance(value_of(r) if isinstance(r, Node) else r, Tensor) for r in results]
-    if not any(numbers):
-        return run
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = pytree.tree_flatten(run(*args, **kwargs))
-        pairs = zip(leaves, numbers, strict=True)
-        return pytree.tree_unflatten([x.item() if number else x for x, number in pairs], tree)
-
-    return call
-
-
 def called_as_exported(
-    run: Callable[..., Any], graph: GraphModule, *, twice: bool = True
+    run: Callable[..., Any],
+    graph: GraphModule,
+    returned: pytree.TreeSpec | None,
+    *,
+    twice: bool = True,
 ) -> Callable[..., Any]:
     """Return what checks the inputs of a call, and runs what was compiled of a program.
 
-    Compiled code is for the contiguous inputs of `call_signature`: a package reads others as if they were
-    contiguous, and `torch.compile` compiles anew for each layout. So others are copied.
+    Compiled code is for the contiguous inputs of `call_signature`, and reads others as if they were
+    contiguous. So others are copied.
 
     Args:
+        run: the compiled code. It takes the values of placeholders, and returns those of the output node.
+        returned: what the program makes of those; None if it returns them as they are.
         twice: whether the code knows that one tensor may be given twice, and written to.
     """
     check: Any = input_check(graph).forward  # a module's own call takes as long again
     written = inputs_written(graph.graph)
-    if not written:
-        return partial(_run, run, check)
     names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-    return partial(_copied_back, run, check, written, names, twice)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = check(*args, **kwargs)
+        if written:
+            _check_apart(values, written, names, twice)
+            found = _copied_back(run, values, written)
+        else:
+            found = run(*map(contiguous, values))
+        return found if returned is None else pytree.tree_unflatten(found, returned)
+
+    return call
 
 
-def _run(run: Callable[..., Any], check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    check(*args, **kwargs)
-    return run(*map(contiguous, args), **{k: contiguous(v) for k, v in kwargs.items()})
-
-
-def _copied_back(
-    run: Callable[..., Any],
-    check: Callable[..., Any],
-    written: Sequence[int],
-    names: Sequence[str],
-    twice: bool,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Do what `_run` does, for a program that writes to the inputs of some places, which get it back.
+def _copied_back(run: Callable[..., Any], values: Sequence[Any], written: Sequence[int]) -> Any:
+    """Run what writes to the inputs of some places, which get it back where it ran on copies.
 
     Others must not: they may be expanded.
-
-    Raises:
-        InputError: another input is in the memory of one that is written; the code would read its old value.
     """
-    values = check(*args, **kwargs)
-    _check_apart(values, written, names, twice)
-    targets = {id(values[place]) for place in written}
-    copies = pytree.tree_map_only(Tensor, _copying(), (args, kwargs))
-    result = run(*copies[0], **copies[1])
-    for value, copy in zip(*map(pytree.tree_leaves, ((args, kwargs), copies)), strict=True):
-        if id(value) in targets and value.data_ptr() != copy.data_ptr():
-            value.detach().copy_(copy)
-    return result
+    copies = [*map(_copying(), values)]
+    found = run(*copies)
+    for place in written:
+        if values[place].data_ptr() != copies[place].data_ptr():
+            values[place].detach().copy_(copies[place])
+    return found
 
 
 def _check_apart(
     values: Sequence[Any], written: Sequence[int], names: Sequence[str], twice: bool
 ) -> None:
-    """Refuse inputs that share elements with one that is written, as far as their code does not know it."""
+    """Refuse inputs that share elements with one that is written, as far as their code does not know it.
+
+    Raises:
+        InputError: another input is in the memory of one that is written; the code would read its old value.
+    """
     tensors = [(place, value) for place, value in enumerate(values) if isinstance(value, Tensor)]
     for place in written:
         value = values[place]
@@ -314,11 +304,13 @@ def _view(value: Tensor) -> tuple[object, ...]:
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _copying() -> Callable[[Tensor], Tensor]:
+def _copying() -> Callable[[Any], Any]:
     """Return `contiguous`, which gives one tensor for what is given twice, as it may be written to."""
     copies: dict[tuple[object, ...], Tensor] = {}
 
-    def copied(x: Tensor) -> Tensor:
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         view = _view(x)
         if view not in copies:
             copies[view] = contiguous(x)
@@ -328,13 +320,16 @@ def _copying() -> Callable[[Tensor], Tensor]:
 
 
 def contiguous(value: Any) -> Any:
-    """Return a value with contiguous tensors; strides of dimensions of one element, which torch.compile
+    """Return a value, contiguous if it is a tensor. Strides of dimensions of one element, which torch.compile
     compares too, are the usual ones.
     """
-    if isinstance(value, Tensor):
-        dense = value.contiguous()
-        return dense.view(-1).view(dense.shape) if 1 in dense.shape else dense
-    return pytree.tree_map_only(Tensor, contiguous, value)
+    if not isinstance(value, Tensor):
+        return value
+    dense = value.contiguous()
+    if 1 not in dense.shape:
+        return dense
+    usual = tuple(accumulate(reversed(dense.shape[1:]), mul, initial=1))[::-1]
+    return dense if dense.stride() == usual else dense.view(-1).view(dense.shape)
 
 
 def _check_state(state: Mapping[str, Tensor]) -> None:

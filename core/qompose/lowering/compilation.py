@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch._inductor.exc import CppCompileError
 from torch._inductor.inductor_prims import force_stride_order
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from qompose.backend.interface import Backend, LateOperators
@@ -49,7 +50,7 @@ from qompose.lowering.aoti_package import (
 from qompose.lowering.native_code import with_or_without
 from qompose.plan.methods import ONLY, by_method, in_method
 from qompose.plan.plan import Record, record_of
-from qompose.program.aliasing import written_buffers
+from qompose.program.aliasing import inputs_written, written_buffers
 from qompose.program.call_signature import CallSignature, call_signature
 from qompose.program.control_flow import nodes_in
 from qompose.program.decompositions import numbers
@@ -59,6 +60,7 @@ from qompose.program.graph import (
     copy_graph_module,
     freeze,
     get_attribute,
+    one_thread_at_a_time,
     pytree_info,
     refresh,
     set_attribute,
@@ -168,7 +170,7 @@ def compile_lowered(
     =================  =======================================================================
     mode               what it does
     =================  =======================================================================
-    "default"          `torch.compile`; dynamic dimensions may change without compiling again
+    "default"          code for this process; dynamic dimensions may change without compiling again
     "max-autotune"     the same with that mode of `torch.compile`, which benchmarks kernels
     "package"          writes a package, which `torch._inductor.aoti_load_package` loads in a
                        process that imports only torch; the result runs that package
@@ -425,37 +427,104 @@ def _for_compilers(
 def _compiled(
     lowered: GraphModule, graph: GraphModule, mode: str, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph with torch.compile, for all sizes that the program allows."""
-    signature = call_signature(lowered)
+    """Compile a graph for this process, for all sizes that the program allows."""
     # With wrappers in C++ torch makes no CUDA graphs, and would say so for each program that asks for them.
     tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") and mode != "default" else mode
-    # The graph and its parameters are nobody else's: to look at each on every call, a decoder's hundreds,
-    # would take a sixth of the time of a token.
-    guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    run = torch.compile(graph, options={**torch._inductor.list_mode_options(tuned), **guards})
-    # Made once: making one takes longer than a call of a small model.
-    patched = torch._inductor.config.patch(dict(settings))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
-        # torch.compile reach only what comes behind it (torch 2.13).
-        with torch.no_grad(), patched:
-            return run(*args, **kwargs)
-
-    _mark_dynamic(lowered, signature)
+    info = pytree_info(graph.graph)
+    flat = copy_graph_module(graph)
+    flat.graph.set_codegen(CodeGen())
+    flat.recompile()
+    traced = info is None or _sizes_vary(graph) or inputs_written(graph.graph)
+    signature = call_signature(lowered)
+    leaves = pytree.tree_leaves((signature.args, dict(signature.kwargs)))
+    if traced:
+        _mark_dynamic(lowered, leaves)
+    options = torch._inductor.list_mode_options(tuned)
+    run = _traced(flat, options, settings) if traced else _straight(flat, leaves, options, settings)
     with _state_kept(graph):
         try:
-            call(*signature.args, **signature.kwargs)
+            run(*leaves)
         except Exception as error:
             if _does_not_compile(error) or _runs(graph, signature):
                 raise refused(error) from error
-    return called_as_exported(call, graph)
+    return called_as_exported(run, graph, None if info is None else info.out_spec)
 
 
-def _mark_dynamic(lowered: GraphModule, signature: CallSignature) -> None:
+def _sizes_vary(graph: GraphModule) -> bool:
+    """Tell whether a program's sizes, or numbers that it computes with, differ from call to call."""
+    values = (value for node in nodes_in(graph) for value in pytree.tree_leaves(value_of(node)))
+    return any(
+        isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        for value in values
+        for number in (value.shape if isinstance(value, Tensor) else (value,))
+    )
+
+
+@one_thread_at_a_time
+def _straight(
+    flat: GraphModule,
+    leaves: Sequence[Any],
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile a graph of fixed sizes, in place, without torch.compile: what that looks at on each call takes
+    longer than a small model. Compiled code has tensors alone; other arguments and results are known.
+
+    Raises:
+        CompilationError: torch cannot compile it.
+    """
+    for node, leaf in zip(flat.graph.find_nodes(op="placeholder"), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            flat.graph.erase_node(node)
+    output = flat.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    places = [place for place, result in enumerate(results) if isinstance(result, Node)]
+    output.args = (tuple(results[place] for place in places),)
+    flat.recompile()
+    results = [None if isinstance(result, Node) else result for result in results]
+    try:
+        with torch.no_grad(), torch._inductor.config.patch({**options, **settings}):
+            given: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            run = torch._inductor.compile(flat, given)
+    except Exception as error:
+        raise refused(error) from error
+
+    def call(*values: Any) -> Any:
+        with torch.no_grad():
+            found = run(*[value for value in values if isinstance(value, Tensor)])
+        if len(found) == len(results):
+            return found
+        filled = results.copy()
+        for place, value in zip(places, found, strict=True):
+            filled[place] = value
+        return filled
+
+    return call
+
+
+def _traced(
+    flat: GraphModule, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph with torch.compile, on the first call and anew for sizes that its code is not for."""
+    # The graph and its parameters are nobody else's: to look at each on every call, a decoder's hundreds,
+    # would take a sixth of the time of a token.
+    guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    run = torch.compile(flat, options={**options, **guards})
+    # Made once: making one takes longer than a call of a small model.
+    patched = torch._inductor.config.patch(dict(settings))
+
+    def call(*values: Any) -> Any:
+        # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
+        # torch.compile reach only what comes behind it (torch 2.13).
+        with torch.no_grad(), patched:
+            return run(*values)
+
+    return call
+
+
+def _mark_dynamic(lowered: GraphModule, leaves: Sequence[Any]) -> None:
     """Tell torch.compile which sizes of the example inputs vary, so that it compiles once for all."""
     inputs = [node for node in lowered.graph.nodes if node.op == "placeholder"]
-    leaves = pytree.tree_leaves((signature.args, dict(signature.kwargs)))
     for node, leaf in zip(inputs, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             continue

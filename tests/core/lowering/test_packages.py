@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from qompose.lowering.aoti_package import TORCH_NAMESPACES, _described, contiguo
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from tests.core.called_net import X, lowered_net
 from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
@@ -117,15 +119,14 @@ def test_numbers_among_the_results_are_numbers() -> None:
     assert (found["n"], found["rows"]) == (3, 2) and type(found["n"]) is type(found["rows"]) is int
 
 
-def test_layouts_of_inputs_within_containers() -> None:
+def test_layouts_of_inputs() -> None:
     image = torch.randn(2, 1, 4, 5).contiguous(memory_format=torch.channels_last)
-    given = {"a": [image, torch.zeros(6)[::2]], "b": 5}
-    placed = contiguous(given)
-    assert torch.equal(placed["a"][0], image)
-    assert placed["a"][0].stride() == (20, 20, 5, 1), (
-        "of one channel, too, which torch.compile compares"
-    )
-    assert placed["a"][1].stride() == (1,) and placed["b"] == 5
+    placed = contiguous(image)
+    assert torch.equal(placed, image)
+    assert placed.stride() == (20, 20, 5, 1), "of one channel, too, which torch.compile compares"
+    row = torch.zeros(1, 3)
+    assert contiguous(row) is row and contiguous(5) == 5
+    assert contiguous(torch.zeros(6)[::2]).stride() == (1,)
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
@@ -334,8 +335,13 @@ def test_a_simulated_region_needs_no_operator_of_its_own(
 
     if not compiles:
         monkeypatch.setattr(torch._inductor, "aot_compile", write)
+        returned = pytree.treespec_dumps(pytree.tree_structure(0))
+        loader = SimpleNamespace(
+            get_call_spec=lambda: ["", returned], boxed_run=lambda values: [given[0](*values)]
+        )
+        loaded = SimpleNamespace(loader=loader, get_constant_fqns=list)
         monkeypatch.setattr(
-            torch._inductor.package.package, "load_package", lambda path, name: given[0]
+            torch._inductor.package.package, "load_package", lambda path, name: loaded
         )
     weight = qompose.QuantizationSpec(
         torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
