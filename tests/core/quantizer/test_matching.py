@@ -293,7 +293,7 @@ def test_a_guard_that_asks_for_a_name_that_no_pattern_has_is_named(ask: str) -> 
     broken = dataclasses.replace(LINEAR, guard=lambda match: getattr(match, ask)("wieght") and None)
     with pytest.raises(ConfigError, match=r"rule linear.*did you mean 'weight'"):
         prepare(export(nn.Linear(3, 4), randn(2, 3)), toy(broken))
-    absent = dataclasses.replace(LINEAR, guard=lambda match: getattr(match, ask)("bias") and None)
+    absent = dataclasses.replace(LINEAR, guard=lambda match: getattr(match, ask)("bias") or None)
     prepare(export(nn.Linear(3, 4, bias=False), randn(2, 3)), toy(absent))
 
 
