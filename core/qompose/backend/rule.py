@@ -316,9 +316,9 @@ class Rule:
             it and all reads come after; its kernel may keep it in another form (`Region.take_over`).
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
-        carries: the operator computes nothing, so that the rule applies only where something quantized
-            reads its output: between a product and a float operator it would only keep the product's
-            channels from being balanced.
+        carries: the rule applies only where something quantized reads its output. In front of a float
+            operator, one that computes would only add rounding, and one that computes nothing would keep the
+            channels of the product before it from being balanced.
         condition: when the rule applies: "all" or "any" of its inputs must be quantized already, or
             "no_float": none of them may come from an operator that computes in float (model inputs and
             parameters do not). None applies it anywhere.

@@ -48,6 +48,7 @@ from qompose.spec.quantization_spec import integer_range_key
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 _UNREAD = "it only passes values on, and no quantized operator reads them"
+_ROUNDED = "only floats read it, so int8 would only add rounding"
 _WAITED = "its input is not quantized"
 _ISLAND = (
     "its inputs and readers are in float, so int8 would only add rounding; a selector of its own"
@@ -267,14 +268,14 @@ class _Arbiter:
                 self._reject(claim, _WAITED, Kind.WAITED)
 
     def refuse_what_nobody_reads(self) -> None:
-        """Let claims fall that only pass integers on, from the last of a chain to its first."""
+        """Let claims fall that need a reader of integers and have none, the last of a chain first."""
         unread = [claim for claim in self.result.chosen if claim.needs_reader]
         for claim in sorted(unread, key=lambda claim: -self.position[claim.nodes[0]]):
             read = {s.point.source for c in self.result.chosen for s in c.specs if s.point.user}
             if claim.output not in read:
                 self.result.chosen.remove(claim)
                 self.lost.append(claim)
-                self._reject(claim, _UNREAD)
+                self._reject(claim, _UNREAD if _moves(claim) else _ROUNDED)
 
     def speaks_of_products(self) -> bool:
         """Tell whether a rule, or another quantizer, has anything to say of an operator that multiplies."""
@@ -398,6 +399,12 @@ class _Arbiter:
 def _computed_by(value: Node) -> Node:
     """Return the operator that computes a value, for one of several results the one that has them all."""
     return value.args[0] if value.target is getitem else value  # type: ignore[return-value]
+
+
+def _moves(claim: Claim) -> bool:
+    """Tell whether the output has the scale of what the operator reads, since it only moves values."""
+    outputs = [s for s in claim.specs if s.point.user is None and s.point.source == claim.output]
+    return any(spec.references for spec in outputs)
 
 
 def given(claim: Claim) -> set[str]:
