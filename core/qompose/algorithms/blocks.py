@@ -21,6 +21,7 @@ from qompose.algorithms.channel_factors import without_factors
 from qompose.algorithms.products import (
     InputMoments,
     Inputs,
+    NotChanged,
     Operands,
     Symmetric,
     check_seen,
@@ -271,18 +272,22 @@ class Block:
         total, count = (sum(sums[1:], sums[0]) for sums in zip(*parts, strict=True))  # by rank
         return normalized_moments(total, count)
 
-    def read_by(self, product: Operands, weights: Weights | None = None) -> Inputs:
+    def read_by(
+        self, product: Operands, weights: Weights | None = None, *, also: Sequence[Operands] = ()
+    ) -> Inputs:
         """Return what a product reads in the quantized program, as `moments` does, without holding it.
 
         The batches are run once more for whatever is asked of it, and what is held are the columns asked for.
 
         Args:
             weights: as for `given`.
+            also: others that read its weight, in or behind the block. Their inputs count as its own; weights
+                in front of those that are not decided yet are the nearest integers.
 
         Raises:
-            NotChanged: as for `moments`.
+            NotChanged: as for `moments`; or one of the others cannot be run.
         """
-        return _Rerun.of(self, product, weights)
+        return _Rerun.of(self, (product, *also), weights)
 
     def wanted(self, batch: int) -> tuple[Tensor, ...]:
         """Return the outputs that the float program has of a batch, in the shapes of the program."""
@@ -328,38 +333,39 @@ class Block:
 
 @dataclass(frozen=True)
 class _Rerun(Inputs):
-    """What a product of a block reads, of which nothing is held but a hash of each example.
+    """What products with one weight read, of which nothing is held but a hash of each example.
 
     Attributes:
-        hashes: of the examples of each batch of this process, `(N,)`.
+        hashes: by product, of the examples of each batch of this process, `(N,)`.
         count: how many rows each half of the examples has, in all processes.
         unit: what squares are divided by, so that they are near 1.
         half: the half of the examples that counts; None for all.
     """
 
     block: Block
-    product: Operands
+    products: tuple[Operands, ...]
     weights: Weights | None
-    hashes: Sequence[Tensor]
+    hashes: Sequence[Sequence[Tensor]]
     count: Tensor
     unit: float
     half: int | None = None
 
     @classmethod
-    def of(cls, block: Block, product: Operands, weights: Weights | None) -> _Rerun:
-        columns, width = columns_of(product)
-        hashes, found = list[Tensor](), list[list[Tensor]]()
-        for exact, values in block.inputs(product, weights):
-            hashes.append(example_hashes(exact, columns.dim))
-            of_halves = (examples_in_parts(values, hashes[-1], columns, half) for half in (0, 1))
-            found.append([_squares(parts, columns) for parts in of_halves])
-        own = torch.stack([torch.stack(halves) for halves in found]).sum(0) if found else None
+    def of(cls, block: Block, products: tuple[Operands, ...], weights: Weights | None) -> _Rerun:
+        columns, width = columns_of(products[0])
+        hashes, found = list[list[Tensor]](), list[Tensor]()
+        for product in products:
+            hashes.append([])
+            for of_batch, sums in _squares_read(block, product, weights):
+                hashes[-1].append(of_batch)
+                found.append(sums)
+        own = torch.stack(found).sum(0) if found else None
         parts = [part for part in block.exchange(own) if part is not None]  # in the order of ranks
         total = sum(parts[1:], parts[0])
         counts, squares = total[:, 0], float(total[:, 1].sum())
         check_seen(counts, squares)
         unit = squares / (2 * columns.groups * width)
-        return cls(block, product, weights, hashes, counts.long(), unit)
+        return cls(block, products, weights, hashes, counts.long(), unit)
 
     @property
     def number(self) -> int:
@@ -367,24 +373,28 @@ class _Rerun(Inputs):
 
     @property
     def channels(self) -> int:
-        return columns_of(self.product)[1]
+        return columns_of(self.products[0])[1]
 
     def halves(self) -> tuple[Inputs, Inputs]:
         return replace(self, half=0), replace(self, half=1)
 
     def _rows(self) -> Iterator[Tensor]:
         """Yield columns of some rows after another, `(groups, N, K)`."""
-        columns, side = columns_of(self.product)[0], self.block._quantized
         halves = (0, 1) if self.half is None else (self.half,)
-        for batch, hashes in enumerate(self.hashes):
-            with self.block._with(self.weights):
-                values = _input(side, batch, self.product.node.name)
-                values = values[_own(side, batch, self.product.node)]
-            for half in halves:
-                yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
+        for product, batches in zip(self.products, self.hashes, strict=True):
+            columns = columns_of(product)[0]
+            for batch, hashes in enumerate(batches):
+                values = self._values(batch, product)
+                for half in halves:
+                    yield from map(columns.of, examples_in_parts(values, hashes, columns, half))
+
+    def _values(self, batch: int, product: Operands) -> Tensor:
+        side = self.block._quantized
+        with self.block._with(self.weights):
+            return _input(side, batch, product.node.name)[_own(side, batch, product.node)]
 
     def symmetric(self, columns: slice) -> Symmetric:
-        groups, width = columns_of(self.product)[0].groups, len(range(self.channels)[columns])
+        groups, width = columns_of(self.products[0])[0].groups, len(range(self.channels)[columns])
         stripes = {
             (first, last): torch.zeros(groups, last - first, last, dtype=torch.float64)
             for first, last in in_stripes(width)
@@ -412,6 +422,25 @@ class _Rerun(Inputs):
         for part in parts[1:]:
             total = total + part
         return total
+
+
+def _squares_read(
+    block: Block, product: Operands, weights: Weights | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, of each batch, hashes of its examples, `(N,)`, and `_squares` of both halves, `(2, 2)`.
+
+    Raises:
+        NotChanged: the product cannot be run.
+    """
+    if product.node.name not in block._quantized.place:
+        raise NotChanged(
+            f"{product.node.name}, which reads its weight too, is in a control-flow subgraph"
+        )
+    columns, _ = columns_of(product)
+    for exact, values in block.inputs(product, weights):
+        hashes = example_hashes(exact, columns.dim)
+        of_halves = (examples_in_parts(values, hashes, columns, half) for half in (0, 1))
+        yield hashes, torch.stack([_squares(parts, columns) for parts in of_halves])
 
 
 def _squares(parts: Iterable[Tensor], columns: Columns) -> Tensor:

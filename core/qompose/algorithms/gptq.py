@@ -61,6 +61,7 @@ from qompose.errors import ConfigError
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
 from qompose.observers.make_observer import make_observer, qparams_of
+from qompose.program.graph import describe
 from qompose.spec.algorithm_choice import GPTQ as WORD, GPTQ_SEQUENTIAL as SEQUENTIAL
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -190,23 +191,20 @@ class GPTQ(Algorithm):
         readers = sharing(
             found, product, self.is_asked if asked else lambda one: self.is_wanted(one, found)
         )
-        check_own_integers(found, product, shared=True)
+        check_own_integers(found, product, shared=True)  # before data is looked at
         read = [
             moments_read(found, one) if asked else rows_read(found, one, reader_of(found, one))
             for one in readers
         ]
-        effect = self._round(found, product, pooled(read), shared=True)
+        effect = self._round(found, product, pooled(read))
         return f"{effect}; for {len(readers)} layers that share it" if len(readers) > 1 else effect
 
-    def _round(
-        self, found: Calibrated, product: Operands, inputs: Inputs, *, shared: bool = False
-    ) -> str:
-        """Decide on the integers of a product's weight, and say what they gain.
+    def _round(self, found: Calibrated, product: Operands, inputs: Inputs) -> str:
+        """Decide on the integers of a weight, for all that read it, and say what they gain.
 
         Raises:
             NotChanged: those next to its values stay.
         """
-        check_own_integers(found, product, shared=shared)
         _, q = weight_group(found, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
@@ -225,7 +223,7 @@ class GPTQ(Algorithm):
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:
             set_scales(found, product, q.scale, q.zero_point)
-        set_integers(found, product, integers, shared=shared)
+        set_integers(found, product, integers, shared=True)
         effect = f"squared error on held-out calibration data reduced {gain:.2f}x"
         return "; ".join([effect, *self._remarks(q, inputs)])
 
@@ -262,7 +260,8 @@ class SequentialGPTQ(GPTQ):
     """GPTQ of one product after another, each by the inputs that the program before it gives it rounded.
 
     `qompose.calibrate` does it, and holds second moments of one product at a time. Options are those of
-    `GPTQ`.
+    `GPTQ`. A weight that several products read is rounded when the first of them comes, by what all read
+    with the integers that are chosen by then.
     """
 
     word: ClassVar[str] = SEQUENTIAL
@@ -281,7 +280,12 @@ class SequentialGPTQ(GPTQ):
     def learn(self, found: Calibrated, block: Block) -> None:
         for product in block.products:
             with noted(found, self, product) as effect:
-                effect.append(self._round(found, product, block.read_by(product)))
+                readers = sharing(found, product, self.is_asked)
+                check_own_integers(found, product, shared=True)  # before data is looked at
+                also = [one for one in readers if one.node is not product.node]
+                said = [self._round(found, product, block.read_by(product, also=also))]
+                said += [f"for {describe(one.node)} too, which shares it" for one in also]
+                effect.append("; ".join(said))
 
 
 def compensated(found: Calibrated, product: Operands, inputs: Inputs, otherwise: Tensor) -> Tensor:

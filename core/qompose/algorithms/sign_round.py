@@ -43,7 +43,7 @@ from qompose.algorithms.products import (
 )
 from qompose.errors import ConfigError
 from qompose.observers.auto_range import FEWEST_EXAMPLES
-from qompose.spec.algorithm_choice import SIGN_ROUND as WORD
+from qompose.spec.algorithm_choice import GPTQ, GPTQ_SEQUENTIAL as SEQUENTIAL, SIGN_ROUND as WORD
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
 
@@ -184,7 +184,8 @@ class _Weight:
             NotChanged: its integers cannot be chosen.
         """
         number, q = weight_group(found, product)
-        check_own_integers(found, product)
+        check_own_integers(found, product, shared=True)
+        _check_alone(found, number, product)
         if q.zero_point.is_floating_point():
             raise NotChanged(f"the zero points of {product.weight.target} are not integers")
         try:
@@ -233,6 +234,21 @@ class _Weight:
         if self.ranges:
             set_scales(found, self.product, q.scale.to(self.q.scale), self.q.zero_point)
         set_integers(found, self.product, integers.to(self.q.dtype))
+
+
+def _check_alone(found: Calibrated, number: int, product: Operands) -> None:
+    """Check that no other operator reads the weight of a product: it is trained in one block.
+
+    Raises:
+        NotChanged: another does.
+    """
+    points = found.plan.groups[number].points
+    others = {point.user or point.source for point in points} - {product.node.name}
+    if others:
+        raise NotChanged(
+            f"{product.weight.target} is also used by {', '.join(sorted(others))}, and {WORD} trains a "
+            f"weight for one layer; request {SEQUENTIAL} or {GPTQ} there"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.progress import Progress
@@ -28,7 +28,7 @@ from qompose.algorithms.blocks import (
     weight_values,
 )
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm, Algorithms, Part
+from qompose.algorithms.interface import UNREPORTED, Algorithm, Algorithms, Part
 from qompose.algorithms.products import (
     NotChanged,
     Operands,
@@ -44,7 +44,7 @@ from qompose.program.aliasing import written_buffers
 from qompose.program.graph import describe, is_float_tensor, module_path, module_stack
 from qompose.program.meta import META_KEY
 from qompose.program.user_input import binder, run_batch
-from qompose.spec.qdq import values_of_integers
+from qompose.spec.qdq import integers_of, values_of_integers
 
 
 def learns(plan: Plan) -> bool:
@@ -144,6 +144,8 @@ class _Walk:
     batches: int
     rank: int
     exchange: Exchange
+    _first: dict[int, _Asked] = field(default_factory=dict)
+    """By group of a weight, the product that was the first to come."""
 
     def asked(self) -> Iterator[_Asked]:
         """Yield the products that algorithms can learn of, and note why they cannot of others."""
@@ -190,16 +192,32 @@ class _Walk:
         """Come to a part, and let algorithms decide on those of its weights that are not known."""
         self.exact.advance(unit.first)
         self.quantized.advance(self._start(unit.first))
-        given = self.quantized.given
         for algorithm, asked in _by_algorithm(unit.asked):
-            waiting = [one for one in asked if one.path not in known]
+            firsts = [self._first_of(one) for one in asked]
+            pairs = list(zip(asked, firsts, strict=True))
+            waiting = [one for one, first in pairs if first is one and one.path not in known]
+            self._give(asked)
             if waiting:
                 known |= {weight.path: weight for weight in self._learned(unit, algorithm, waiting)}
-            for product in (one.product for one in asked):
-                number, q = weight_group(self.found, product)
-                if (integers := self.found.integers.get(number)) is not None:
-                    values = values_of_integers(integers, q)
-                    given |= weight_values(self.quantized, product.node.name, values)
+            self._give(waiting)
+            for one, first in pairs:
+                if first is not one and first.path not in known:
+                    with noted(self.found, algorithm, one.product):
+                        raise NotChanged(f"it has the weight of {describe(first.product.node)}")
+
+    def _first_of(self, one: _Asked) -> _Asked:
+        """Return the first product of those with the weight of one: what it learns holds for all."""
+        number, _ = weight_group(self.found, one.product)
+        return self._first.setdefault(number, one)
+
+    def _give(self, asked: Sequence[_Asked]) -> None:
+        """Let the quantized program go by the integers that are known of weights."""
+        for product in (one.product for one in asked):
+            number, q = weight_group(self.found, product)
+            if (integers := self.found.integers.get(number)) is not None:
+                values = values_of_integers(integers, q)
+                given = weight_values(self.quantized, product.node.name, values)
+                self.quantized.given |= given
 
     def _start(self, first: int) -> int:
         """Return the place in the quantized program behind the last operator before a place in the other."""
@@ -212,27 +230,30 @@ class _Walk:
     ) -> Iterator[LearnedWeight]:
         """Let one algorithm learn, and yield what it decided."""
         found, products = self.found, tuple(one.product for one in asked)
-        before = [weight_group(found, product)[1] for product in products]
+        before = [weight_group(found, product) for product in products]
+        taken = {number for number, _ in before if number in found.integers}
         outputs = tuple(_outputs(self.exact.nodes, unit))
         end = self.exact.nodes[unit.last].name
         block = Block(
             unit.name, products, outputs, self.batches, self.rank, self.exchange,
             self.exact, self.quantized, end,
         )  # fmt: skip
-        said = len(found.made)
+        made, refused = len(found.made), len(found.refused)
         self.algorithms.learn(algorithm, found, block)
-        lines = found.made[said:]
-        for one, q in zip(asked, before, strict=True):
-            number, now = weight_group(found, one.product)
-            if number in found.integers:
-                where = describe(one.product.node)
-                line = next(
-                    (line for line in lines if where in line), f"{algorithm.word} on {where}"
-                )
+        for one, (number, q) in zip(asked, before, strict=True):
+            where, now = describe(one.product.node), found.qparams[number]
+            if now is not q and number not in found.integers:  # scales alone
+                weight = found.factors.constant(one.product.weight.name)
+                found.integers[number] = integers_of(weight, now)
+            if number in found.integers and number not in taken:
+                said = (line for line in found.made[made:] if where in line)
                 yield LearnedWeight(
-                    one.path, line, q.scale, q.zero_point, now.scale, now.zero_point,
-                    found.integers[number],
+                    one.path, next(said, f"{algorithm.word} on {where}"),
+                    q.scale, q.zero_point, now.scale, now.zero_point, found.integers[number],
                 )  # fmt: skip
+            elif not any(where in line for line in found.refused[refused:]):
+                with noted(found, algorithm, one.product):
+                    raise NotChanged(f"it {UNREPORTED}, or changed neither scales nor integers")
 
 
 def _by_algorithm(asked: Sequence[_Asked]) -> Iterator[tuple[Algorithm, list[_Asked]]]:

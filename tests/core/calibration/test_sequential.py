@@ -14,7 +14,18 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, Statistics
-from qompose.algorithms import Algorithm, Block, NotChanged, gptq, noted, set_integers, weight_group
+from qompose.algorithms import (
+    Algorithm,
+    Block,
+    NotChanged,
+    Operands,
+    change_products,
+    gptq,
+    noted,
+    set_integers,
+    set_scales,
+    weight_group,
+)
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Part
 from qompose.errors import CalibrationError, MemberError, StatisticsError, UnlearnedError
@@ -401,3 +412,103 @@ def test_a_reason_not_to_change_is_a_line() -> None:
         calibrated(net(1), replace(MODES["weight-only"], algorithms=(Refusing(),)))
     )
     assert notes(converted).count("it is Tuesday") == 3
+
+
+def tied() -> nn.Module:
+    """Two layers with one weight, and one of its own between them."""
+
+    def through(m: Any, x: Tensor) -> Any:
+        return m.second(torch.relu(m.between(torch.relu(m.first(x)))))
+
+    layers = {name: nn.Linear(24, 24) for name in ("first", "between", "second")}
+    model = seeded(Model(through, **layers), 0, 0.2)
+    model.second.weight = model.first.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
+def test_a_weight_of_several_layers_is_rounded_once_by_what_all_read() -> None:
+    shown = list[tuple[int, int]]()
+    gptq_of = gptq.SequentialGPTQ._round
+
+    def watched(self: Any, found: Any, product: Any, inputs: Any) -> str:
+        shown.append((len(inputs.products), inputs.number))
+        return gptq_of(self, found, product, inputs)
+
+    model, other = tied(), data(9, 16, 24)
+    with mock.patch.object(gptq.SequentialGPTQ, "_round", watched):
+        found = qompose.convert_pt2e(calibrated(model, SEQUENTIAL))
+    plain = qompose.convert_pt2e(calibrated(model, replace(SEQUENTIAL, algorithms=())))
+    assert shown == [(2, 128), (1, 64)]
+    report = qompose.report(found)
+    (line,) = [line for line in report.rewrites if "in first" in line]
+    assert "in second" in line and not any("gptq_sequential" in note for note in report.notes)
+    with torch.no_grad():
+        exact = model(other)
+        lost = [float((exact - m(other)).square().sum()) for m in (plain, found)]
+    assert lost[1] * 1.3 < lost[0]
+
+
+def test_a_weight_of_several_layers_that_stays_as_it_is_has_a_line_for_each() -> None:
+    config = replace(MODES["weight-only"], algorithms=("sign_round",))
+    found = notes(qompose.convert_pt2e(calibrated(tied(), config)))
+    assert found.count("sign_round was not applied") == 2 and found.count("gptq_sequential") == 1
+
+
+@dataclass(frozen=True)
+class Earlier(Watching):
+    """Rounds all weights down, when it is asked to correct; what learns comes too late."""
+
+    word: ClassVar[str] = "earlier"
+
+    def learns(self, claim: Claim) -> Part | None:
+        return None
+
+    def correct(self, found: Calibrated) -> None:
+        def change(product: Operands, claim: Claim) -> str:
+            _, q = weight_group(found, product)
+            weight = found.factors.constant(product.weight.name)
+            set_integers(found, product, integers_of(weight - q.scale[:, None] / 2, q))
+            return "rounded down"
+
+        change_products(found, self, change)
+
+
+def test_integers_of_another_algorithm_are_not_what_was_learned() -> None:
+    config = replace(MODES["weight-only"], algorithms=(Earlier(), "gptq_sequential"))
+    prepared = calibrated(net(1), config)
+    assert not qompose.statistics(prepared).learned.weights  # type: ignore[union-attr]
+    report = qompose.report(qompose.convert_pt2e(prepared))
+    assert len([line for line in report.rewrites if "earlier on" in line]) == 3
+    assert not any("gptq_sequential" in line for line in report.rewrites)
+    assert len([line for line in report.notes if "gptq_sequential was not applied" in line]) == 3
+
+
+@dataclass(frozen=True)
+class Shrinking(Algorithm):
+    """Makes scales smaller, of all products but the head, of which it says nothing."""
+
+    word: ClassVar[str] = "shrinking"
+
+    def learns(self, claim: Claim) -> Part | None:
+        return "product"
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        for product in block.products:
+            _, q = weight_group(found, product)
+            if block.name != "head":
+                with noted(found, self, product) as effects:
+                    set_scales(found, product, q.scale * 0.75, q.zero_point)
+                    effects.append("made smaller")
+
+
+def test_scales_alone_can_be_learned_and_silence_is_a_line() -> None:
+    plain, found = (
+        qompose.convert_pt2e(calibrated(net(1), replace(MODES["weight-only"], algorithms=each)))
+        for each in ((), (Shrinking(),))
+    )
+    name = "layers.0.up.weight_scale"
+    assert torch.equal(found.get_buffer(name), plain.get_buffer(name) * 0.75)
+    report = qompose.report(found)
+    assert len([line for line in report.rewrites if "made smaller" in line]) == 2
+    (line,) = [line for line in report.notes if "shrinking" in line]
+    assert "in head" in line
