@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ import qompose
 import torch
 from qompose.backend import load_backend
 from qompose.errors import ConfigError, RequirementWarning
-from qompose_onnx import configs, get_onnx_quantization_config as config, machine, runtimes
+from qompose_onnx import (
+    ONNXProgram,
+    configs,
+    get_onnx_quantization_config as config,
+    machine,
+    runtimes,
+    saturation,
+)
 from torch import nn
 
 from tests.onnx.models import sqnr
@@ -100,6 +108,39 @@ def test_a_processor_whose_sums_saturate_is_named_with_the_remedy(
     needed = result.converted.meta["qompose"].requirements["onnx"]["isa"]
     assert ["bits=7" in str(w.message) for w in said] == [True] * (needed == "vnni")
     assert needed == "any" or name != "onnx:static int7"
+
+
+@pytest.mark.parametrize(
+    ("settings", "runtime", "is_told"),
+    [
+        (config(tensorrt=True), "openvino", True),
+        (config(is_dynamic=True, bits=8), "onnxruntime", True),
+        (config(tensorrt=True, bits=7), "onnxruntime", False),
+        (config(weight_only=True), "onnxruntime", False),
+    ],
+    ids=["tensorrt", "dynamic", "seven bits", "weights alone"],
+)
+def test_a_file_warns_when_it_is_called_where_its_sums_saturate(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: qompose.QuantizationConfig,
+    runtime: str,
+    is_told: bool,
+) -> None:
+    """Once, whatever it was made for: a file for TensorRT has eight bits on each machine."""
+    pytest.importorskip(runtime)
+    monkeypatch.setattr(saturation, "sums_are_exact", lambda _: False)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(settings)
+    given: Any = {"example_inputs": X, "calibration": [X], "strict": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)
+        made = qompose.quantize(nn.Linear(64, 16), backends=[quantizer], target="onnx", **given)
+    program = ONNXProgram.read(made.model.save(tmp_path / "model.onnx"), runtime)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program(*X)
+        program(*X)
+    assert [(w.category, w.filename) for w in said] == [(RequirementWarning, __file__)] * is_told
 
 
 @RUNTIMES

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -396,6 +396,8 @@ def copies(inputs: Sequence[Tensor]) -> Inputs:
 
 TIE = 1e-3
 """Steps from the middle between two integers at which float arithmetic of any kind rounds alike."""
+INEXACT: Final = 2**-22
+"""What float32 may make of a step: a scale is rounded, then its inverse, then what that multiplies."""
 
 
 def _off_ties(batch: Inputs, converted: GraphModule) -> Inputs:
@@ -414,7 +416,7 @@ def _off_ties_of(x: Tensor, node: Node) -> Tensor:
         if user.target is qdq.quantize_per_tensor and not isinstance(user.args[1], Node):
             scale: Any = user.args[1]
             steps = x.double() / scale
-            near = (steps - steps.floor() - 0.5).abs() < TIE
+            near = (steps - steps.floor() - 0.5).abs() < (steps.abs() * INEXACT).clamp_min(TIE)
             x = torch.where(near, ((steps.floor() + 0.25) * scale).to(x.dtype), x)
     return x
 
@@ -569,8 +571,23 @@ class Trial:
             lambda: self._listening(f"lower {target}", lambda: lower(self.converted, target)),
         )
 
+    def disclaimer(self, target: str) -> str:
+        """Return what a program says when it is first called, "" unless this machine is wrong for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", QomposeWarning)
+            program = lower(self.converted, target)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program(*copies(self.all_inputs[0][1]))
+        said = (str(w.message) for w in caught if issubclass(w.category, RequirementWarning))
+        return next(said, "")
+
 
 def outputs(model: Callable[..., Any], batch: Inputs) -> list[Tensor]:
-    """Run a model on copies of the inputs, and return the tensors that it returns."""
-    with torch.no_grad():
+    """Run a model on copies of the inputs, and return the tensors that it returns.
+
+    A program may say that this machine is not for it: `Trial.disclaimer` asks.
+    """
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RequirementWarning)
         return tensors_of(model(*copies(batch)))

@@ -42,6 +42,7 @@ class ONNXProgram:
         self.interface = CallInterface.from_dict(json.loads(model.metadata_props[INTERFACE]))
         self.meta: dict[str, Any] = {}
         self._session: Session | None = None
+        self._is_called = False
 
     @classmethod
     def read(cls, path: str | PathLike[str], runtime: str = "") -> ONNXProgram:
@@ -149,6 +150,9 @@ class ONNXProgram:
         Raises:
             ONNXInputError: an input is missing, or has another type or rank.
             ONNXTargetError: no runtime is installed, or it refuses the program or the inputs.
+
+        Warns:
+            RequirementWarning: the first time, where sums may saturate on this processor.
         """
         known, flat = self.interface, self.interface.flat(args, kwargs, error=ONNXInputError)
         given = [
@@ -156,12 +160,22 @@ class ONNXProgram:
             for argument, x in zip(known.arguments, flat, strict=True)
             if not argument.is_fixed
         ]
-        results = self.load().run(dict(zip(_names(self.model.graph.inputs), given, strict=True)))
+        session = self.load()
+        self._warn(session)
+        results = session.run(dict(zip(_names(self.model.graph.inputs), given, strict=True)))
         outputs = [results[name] for name in _names(self.model.graph.outputs)]
         left = [result for result in known.results if not result.is_fixed]
         return known.result(
             [x.item() if r.is_number else x for r, x in zip(left, outputs, strict=True)]
         )
+
+    def _warn(self, session: Session) -> None:
+        """Warn of wrong numbers, by what the file holds: it may be for another device or machine."""
+        if not self._is_called:
+            from qompose_onnx.saturation import warn_where_sums_saturate
+
+            warn_where_sums_saturate(self.model, session)
+            self._is_called = True
 
     def __repr__(self) -> str:
         takes = ", ".join(a.name for a in self.interface.arguments if not a.is_fixed)

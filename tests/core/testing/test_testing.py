@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,10 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.backend import Backend, OperatorPattern, Rule, RuleUse, TensorConstraint
+from qompose.backend import (
+    Backend,
+    Finished,
+    OperatorPattern,
+    Rule,
+    RuleUse,
+    Target,
+    TensorConstraint,
+)
 from qompose.backend.discovery import RESTRICT_VARIABLE
+from qompose.errors import RequirementWarning
 from qompose.testing.checks_behavior import imports_cleanly
-from qompose.testing.checks_kernel import accepts
+from qompose.testing.checks_kernel import accepts, matches_reference
 from qompose.testing.checks_rule import converts
 from qompose.testing.contract import Contract, names_of_tests, parameters
 from qompose.testing.contracts import AlgorithmContract, BackendContract
@@ -31,12 +42,13 @@ from qompose.testing.fixtures import (
     sizes,
 )
 from qompose.testing.suite import Suite
-from qompose.testing.trial import Example, examples_of
+from qompose.testing.trial import Example, _off_ties_of, examples_of
 from qompose.testing.variations import _ranges, limits
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph
 
 from tests.core.offering import offered_by_a_package
-from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
+from tests.core.sound_backend import LINEAR, MOVES, SoundBackend, weighted
 from tests.core.sound_products import conv, matmul
 from tests.core.toy import INT8, PER_TENSOR, STATIC
 from tests.core.wrong_backends import (
@@ -53,7 +65,7 @@ from tests.core.wrong_backends import (
 from tests.sampling import at_once
 
 pytest_plugins = ["pytester"]
-aten = torch.ops.aten
+aten, quantized = torch.ops.aten, torch.ops.quantized_decomposed
 
 
 class TestSound(BackendContract):
@@ -253,6 +265,49 @@ def test_edges_that_this_machine_runs_slowly_are_no_faults() -> None:
     edges = ["test_accepts", "test_refuses", "test_matches_reference"]
     assert failures(contract_of(lambda: backend), edges) == {}
     assert {"weights": "wide"} in asked
+
+
+class Disclaiming(nn.Module):
+    """A program that says, when it is first called, that this machine computes it wrongly."""
+
+    def __init__(self, model: nn.Module, category: type[Warning]) -> None:
+        super().__init__()
+        self.model, self.category, self.is_called = model, category, False
+
+    def forward(self, *args: Tensor) -> Any:
+        if not self.is_called:
+            warnings.warn("sums may saturate", self.category, stacklevel=2)
+        self.is_called = True
+        return self.model(*args)
+
+
+@pytest.mark.parametrize("fault", ["", "two steps"])
+@pytest.mark.parametrize("category", [RequirementWarning, DeprecationWarning])
+def test_wrong_numbers_are_excused_where_the_program_says_so(
+    fault: str, category: type[Warning]
+) -> None:
+    """Right ones are as good as those of a program that says nothing."""
+    chip = Target("chip", lambda model, _: Finished(Disclaiming(model, category)), runs_here=True)
+    rule = weighted("linear", relu=False, fault=fault)
+    rule = replace(rule, kernels={"chip": rule.kernels["torch"]})
+    suite = Suite(SoundBackend([rule], targets=(chip,)))
+    trial = suite.trial(suite.cases()[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        outcome: Any = contextlib.nullcontext()
+        if fault:
+            kind = NotApplicable if category is RequirementWarning else ContractError
+            outcome = pytest.raises(kind, match="saturat")
+        with outcome:
+            matches_reference(suite, trial, "chip")
+
+
+def test_ties_of_large_integers_are_further_from_the_middle() -> None:
+    """The inverse of a scale is rounded: 19828.501 steps became 19828.499."""
+    node = Graph().placeholder("x")
+    node.graph.call_function(quantized.quantize_per_tensor.default, (node, 1.0, 0, 0, 65535))
+    x = torch.tensor([2.502, 19828.502, 40000.49])
+    assert (_off_ties_of(x, node) - x).ne(0).tolist() == [False, True, False]
 
 
 def test_a_model_for_another_machine_is_saved_and_loaded() -> None:
