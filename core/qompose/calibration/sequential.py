@@ -8,7 +8,7 @@ held at a time is what the operators behind still read of each batch, and what i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,10 +38,18 @@ from qompose.algorithms.products import (
     weight_group,
 )
 from qompose.conversion.convert import draft_of
-from qompose.errors import CalibrationError
+from qompose.errors import CalibrationError, first_of
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
-from qompose.program.graph import describe, is_float_tensor, module_path, module_stack
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import (
+    constant_of,
+    describe,
+    is_float_tensor,
+    layout_of,
+    module_path,
+    module_stack,
+)
 from qompose.program.meta import META_KEY
 from qompose.program.user_input import binder, run_batch
 from qompose.spec.qdq import integers_of, values_of_integers
@@ -50,6 +58,71 @@ from qompose.spec.qdq import integers_of, values_of_integers
 def learns(plan: Plan) -> bool:
     """Tell whether algorithms that claims ask for learn from data."""
     return any(True for _ in algorithms_of(plan.claims).learning(plan.claims))
+
+
+def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | None, list[str]]:
+    """Return what a program's claims ask for of what was learned elsewhere, and lines of what that lacks.
+
+    What another algorithm learned of a weight does not stand in for what is asked for.
+    """
+    plan: Plan = prepared.meta[META_KEY].plan
+    if learned is None:
+        return None, [_lacking("weights")] if learns(plan) else []
+    wanted = dict(_wanted(prepared, plan))
+    tensors = {str(node.target): _tensor(node) for node in nodes_in(prepared)}
+    kept, idle = dict[_Wish, LearnedWeight](), Counter[str]()
+    for weight in learned.weights:
+        wish = _word(weight.line), tensors.get(weight.path)
+        if wish in wanted:
+            kept[wish] = weight
+        else:
+            idle[wish[0]] += 1
+    words = {word for word, _ in wanted}
+    refused = [line for line in learned.refused if _word(line) in words]
+    lacking = [
+        describe(node)
+        for wish, node in wanted.items()
+        if wish not in kept
+        and not any(f" not applied to {describe(node)}:" in line for line in refused)
+    ]
+    refused += [
+        f"what {word} learned of {number} weights in another calibration was not used: "
+        "no configuration that applies there requests it"
+        for word, number in idle.items()
+    ]
+    lines = [_lacking(first_of(lacking, 3))] if lacking else []
+    lines += [] if learned.whole or lines or not wanted else [_lacking("weights")]
+    return Learned(tuple(kept.values()), tuple(refused), learned.whole), lines
+
+
+_Wish = tuple[str, Any]
+"""The word of an algorithm that is to learn of a weight, and where that is."""
+
+
+def _wanted(prepared: GraphModule, plan: Plan) -> Iterator[tuple[_Wish, Node]]:
+    """Yield which algorithms are to learn of which weights, each with its product."""
+    nodes = {node.name: node for node in nodes_in(prepared)}
+    for algorithm, number, _ in algorithms_of(plan.claims).learning(plan.claims):
+        node = product_node(plan.claims[number], nodes)
+        if node is not None and (tensor := _tensor(Operands.of(node).weight)) is not None:
+            yield (algorithm.word, tensor), node
+
+
+def _tensor(node: Node) -> tuple[object, ...] | None:
+    """Return where the values of a parameter are, None of other nodes."""
+    constant = constant_of(node)
+    return None if constant is None else layout_of(constant)
+
+
+def _word(line: str) -> str:
+    return line.partition(" ")[0]
+
+
+def _lacking(what: str) -> str:
+    return (
+        f"{what}: an algorithm must learn from all calibration data in one run, and these statistics "
+        "contain no results of it"
+    )
 
 
 @dataclass(frozen=True)
@@ -246,9 +319,10 @@ class _Walk:
                 weight = found.factors.constant(one.product.weight.name)
                 found.integers[number] = integers_of(weight, now)
             if number in found.integers and number not in taken:
-                said = (line for line in found.made[made:] if where in line)
+                begins = f"{algorithm.word} on {where}"  # `usable` goes by the word
+                said = (line for line in found.made[made:] if line.startswith(begins))
                 yield LearnedWeight(
-                    one.path, next(said, f"{algorithm.word} on {where}"),
+                    one.path, next(said, begins),
                     q.scale, q.zero_point, now.scale, now.zero_point, found.integers[number],
                 )  # fmt: skip
             elif not any(where in line for line in found.refused[refused:]):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from qompose.algorithms.blocks import Learned, learned_of, set_learned
-from qompose.calibration.sequential import learns
+from qompose.calibration.sequential import usable
 from qompose.calibration.statistics_file import (
     Entry,
     SiteMeans,
@@ -251,12 +251,8 @@ class Statistics:
             self._check_model(record.fingerprint, "this model has")
         found, lacking = self._matched(prepared, record, complete)
         sums = self._matched_sums(prepared, lacking, complete)
-        whole = self.learned is not None and self.learned.whole
-        if learns(record.plan) and not (whole or to_go_on):
-            lacking.append(
-                "weights: an algorithm must learn from all calibration data in one run, and "
-                "these statistics contain no results of it"
-            )
+        learned, unlearned = usable(self.learned, prepared)
+        lacking += [] if to_go_on else unlearned
         if lacking and not partial:
             raise StatisticsError(
                 "these statistics lack data that observers or algorithms require:\n"
@@ -267,7 +263,7 @@ class Statistics:
             _take(observer, facts)
         for watching, seen in sums:
             watching.take(seen)
-        set_learned(prepared, self.learned)
+        set_learned(prepared, learned)
         _note_what_ran(prepared, record, {id(observer) for observer, _ in found})
         return prepared
 

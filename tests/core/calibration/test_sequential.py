@@ -201,6 +201,26 @@ class TestStatistics:
         with pytest.raises(StatisticsError, match="algorithm must learn"):
             seen.merged(seen).apply(observed(net(1), SEQUENTIAL))
 
+    def test_what_another_algorithm_learned_does_not_stand_in(self) -> None:
+        _, seen = learned()
+        other = replace(SEQUENTIAL, algorithms=("sign_round",))
+        with pytest.raises(StatisticsError, match=r"layers\.0\.down"):
+            seen.apply(observed(net(1), other))
+        found = seen.apply(observed(net(1), replace(SEQUENTIAL, algorithms=())))
+        report = qompose.report(qompose.convert_pt2e(found))
+        assert not report.rewrites and len(report.notes) == 1 and "of 3 weights" in report.notes[0]
+
+    def test_weights_that_did_not_ask_then_are_lacking(self) -> None:
+        _, seen = learned()
+        one = toy(*PRODUCTS, config=replace(SEQUENTIAL, algorithms=()))
+        one = one.set_module_name("head", SEQUENTIAL)
+        prepared = prepare(export(net(1), batches(1)[0]), one)
+        seen = qompose.statistics(seen.apply(prepared))
+        assert [weight.path for weight in seen.learned.weights] == ["head.weight"]  # type: ignore[union-attr]
+        with pytest.raises(StatisticsError, match=r"layers\.0\.up") as caught:
+            seen.apply(observed(net(1), SEQUENTIAL))
+        assert "in head" not in str(caught.value)
+
     def test_other_scales_are_refused(self) -> None:
         _, seen = learned()
         three = replace(FOUR_BITS, quant_min=-4, quant_max=3)
