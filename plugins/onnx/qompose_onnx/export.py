@@ -21,7 +21,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose_onnx import sizes
+from qompose_onnx import branches, sizes
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.shifts import SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
@@ -56,7 +56,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         program = torch.export.export(
             module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
         )
-        by_numbers(_calls(program))
+        by_numbers(calls_of(program))
         _check_operators(program)
         constants = _without_constants(program)
         try:
@@ -78,6 +78,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
         DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
         sizes.settle(made.model)
+        branches.settle(made.model)
         _name_outputs(made.model, made.exported_program)
     return made.model, made.exported_program
 
@@ -134,7 +135,7 @@ def _opset(program: ExportedProgram) -> int:
     grouped = quantized.dequantize_per_channel_group.default
     needed = any(
         node.target is grouped or not {*node.args}.isdisjoint(SIXTEEN)
-        for node in _calls(program)
+        for node in calls_of(program)
         if getattr(node.target, "namespace", "") == "quantized_decomposed"
     )
     return OF_BLOCKS if needed else OPSET
@@ -142,22 +143,22 @@ def _opset(program: ExportedProgram) -> int:
 
 def _check_operators(program: ExportedProgram) -> None:
     """Raise for quantization that QDQ cannot say, such as a scale per token, and for shifts by tensors."""
-    for node in _calls(program):
+    for node in calls_of(program):
         target: Any = node.target
         if getattr(target, "namespace", "") in OWN and target not in TRANSLATIONS:
             raise ONNXTargetError(
-                f"{_place(node)} cannot be expressed in ONNX, which supports scales per tensor, "
+                f"{place_of(node)} cannot be expressed in ONNX, which supports scales per tensor, "
                 "per channel or per block of a weight, and at run time only per tensor of "
                 "asymmetric uint8. Choose such a configuration, or None to keep it in float"
             )
         if node.target is quantized.choose_qparams.tensor and (node.args[1:3] != (0, 255)):
             raise ONNXTargetError(
-                f"{_place(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
+                f"{place_of(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
         if _bare(str(target)) in BIT_SHIFTS and target not in SHIFTS:
             raise ONNXTargetError(
-                f"{_place(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
+                f"{place_of(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
                 "Python int (not in place), or multiply or divide by a power of two"
             )
 
@@ -180,7 +181,7 @@ def _why(error: Exception, program: ExportedProgram) -> str:
     for text in said:
         for name in re.findall(r"No ONNX function found for <OpOverload\(op='([^']+)'", text):
             # The exporter names what it decomposed a call to: prims.lgamma of aten.lgamma.
-            places = [_place(n) for n in _calls(program) if _bare(_named(n)) == _bare(name)]
+            places = [place_of(n) for n in calls_of(program) if _bare(_named(n)) == _bare(name)]
             where = ", ".join(places[:4]) or name
             return f"ONNX has no operator for {where}. {REMEDY}"
     place = _failed_at(said, program)
@@ -198,11 +199,11 @@ def _failed_at(said: list[str], program: ExportedProgram) -> str:
 
     While it decomposes a graph it names nodes anew, but tells the line of the model that made one.
     """
-    nodes = {node.name: node for node in _calls(program)}
+    nodes = {node.name: node for node in calls_of(program)}
     for text in said:
         for name in re.findall(r"translating node %(\w+)", text):
             if name in nodes:
-                return _place(nodes[name])
+                return place_of(nodes[name])
         for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \w+\n +(.+)', text)[
             -1:
         ]:
@@ -216,7 +217,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _calls(program: ExportedProgram) -> Iterator[Node]:
+def calls_of(program: ExportedProgram) -> Iterator[Node]:
+    """Yield the calls of a program, those of branches too."""
     for part in program.graph_module.modules():
         if isinstance(part, GraphModule):
             yield from (node for node in part.graph.nodes if node.op == "call_function")
@@ -231,7 +233,7 @@ def _bare(name: str) -> str:
     return [*name.split("."), name][1]
 
 
-def _place(node: Node) -> str:
+def place_of(node: Node) -> str:
     """Return a node's name, operator and module."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed([str(entry[0]) for entry in stack.values()]), "")

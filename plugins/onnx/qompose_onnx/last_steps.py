@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose_onnx import tensorrt
-from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
     COMPRESSED,
@@ -39,6 +39,7 @@ from qompose_onnx.names import (
     TENSORRT_INT8,
 )
 from qompose_onnx.program import INTERFACE, ONNXProgram
+from qompose_onnx.refusals import placed
 from qompose_onnx.runtimes import OpenVinoSession, Session, missing
 
 Claims: TypeAlias = "Mapping[int, list[Node]]"
@@ -112,7 +113,11 @@ def _loaded(
         kernel: the runtime's name for all that reads integers, "": their own.
     """
     with made.program.written() as path:
-        session, found = load(path, origins_of(made.program.model))
+        origins = origins_of(made.program.model)
+        try:
+            session, found = load(path, origins)
+        except ONNXRefusalError as error:
+            raise placed(error, origins, made.exported) from error.__cause__
     made.program.use(session)
     return _finished(made, found, session.runtime, kernel)
 

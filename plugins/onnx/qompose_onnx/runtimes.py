@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.names import ONNXRUNTIME, OPENVINO
 
 EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
@@ -36,7 +36,7 @@ class Session(ABC):
         options: of a runtime.
 
     Raises:
-        ONNXTargetError: the runtime is broken, or refuses the file.
+        ONNXTargetError: the runtime is broken, or refuses the file (`ONNXRefusalError`).
     """
 
     runtime: ClassVar[str]
@@ -48,11 +48,12 @@ class Session(ABC):
         try:
             self._load(package, str(path), **options)
         except Exception as error:  # errors of runtimes have no class in common
-            raise ONNXTargetError(
+            message = (
                 f"{self.runtime} {package.__version__} cannot load {path.name}: {_said(error)}. "
                 "Upgrade the runtime if an operator or opset is unsupported, or lower the model "
                 "for the target 'torch'"
-            ) from error
+            )
+            raise ONNXRefusalError(message, self.runtime, str(error), _said(error)) from error
 
     @abstractmethod
     def _load(self, package: Any, path: str) -> None:
