@@ -152,6 +152,13 @@ BENCHMARKS = (
         figures=False,
     ),
     Benchmark(
+        "depthwise",
+        "How much is equalization worth on depthwise convolutions?",
+        ("qompose", "qompose_xnnpack", "torch"),
+        ("--steps", "1"),
+        figures=False,
+    ),
+    Benchmark(
         "sequential_memory",
         "How much memory does GPTQ take beside the float model, one layer at a time or all at once?",
         ("qompose", "qompose_x86_inductor", "torch"),
