@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeAlias, overload
 from qompose.backend.pattern_question import (
     Part,
     Question,
+    Variants,
     question_of,
-    sequences,
     what_is_missing,
 )
 from qompose.backend.rule import Rule, TensorConstraint
@@ -108,7 +108,8 @@ class Capability:
 
     Attributes:
         pattern: the rule's name; `drawing` shows it in one line.
-        operators: what it calls, in order, for each of its variants: names of aten operators.
+        operators: what it calls, in order, for each of its variants: names of aten operators. Patterns are
+            captured when this is first read, and one that cannot be is a ConfigError then.
         config: the configuration's name; `settings` is the configuration itself.
         activation, weight, output: what each role gets; None where the rule leaves it alone or in float.
         granularity: of the weight, else of the activation.
@@ -124,7 +125,7 @@ class Capability:
     backend: str
     pattern: str
     drawing: str
-    operators: tuple[tuple[str, ...], ...]
+    operators: Sequence[tuple[str, ...]]
     config: str
     settings: QuantizationConfig
     mode: str
@@ -588,7 +589,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         backend=backend,
         pattern=rule.name,
         drawing=rule.drawing or rule.name,
-        operators=sequences(rule),
+        operators=Variants(rule),
         config=name,
         settings=config,
         mode=config.mode,

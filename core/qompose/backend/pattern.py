@@ -19,9 +19,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
-from torch.fx.passes.utils.matcher_utils import InternalMatch
-from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 
 from qompose.errors import ConfigError, near_names
 from qompose.program.graph import arguments_of, one_thread_at_a_time
@@ -265,6 +264,42 @@ class Pattern:
         return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
 
 
+class Chain:
+    """A pattern's function that calls others, each on what the one before it returned.
+
+    A table has hundreds of chains of a few dozen functions, and an export takes 0.04 s: each function is
+    captured once for the tensors that it takes, and the captures are put together.
+
+    Args:
+        names: of the parameters; the first function takes the first of them.
+        links: the functions, each with the names of the tensors that it takes beside the value.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        links: Sequence[tuple[Callable[..., Tensor], tuple[str, ...]]],
+    ) -> None:
+        self.names, self.links = names, tuple(links)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        given = dict(zip(self.names, tensors, strict=True))
+        value = tensors[0]
+        for function, others in self.links:
+            value = function(value, *(given[name] for name in others))
+        return value
+
+    def __repr__(self) -> str:
+        return " -> ".join(map(_name_of, (function for function, _ in self.links)))
+
+
+def _name_of(function: object) -> str:
+    """Return what errors call a function, which may be a module or another callable."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
 def _is_overload(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
@@ -310,7 +345,7 @@ def _named_faults(operators: Any) -> Iterator[str]:
             names.add(entry[0])
 
 
-class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
+class _CandidateMatcher(SubgraphMatcher):
     """torch's matcher, asked about one candidate at a time.
 
     Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
@@ -363,26 +398,25 @@ def _is_tensor(argument: object) -> bool:
 
 
 class _Captured(nn.Module):
-    """Gives a pattern function the form that the matcher wants: (output, {name: value})."""
+    """Gives a function the form that torch exports."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        output = self.function(*inputs)
-        return output, {"output": output}
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
 
 
 @cache
 def _matcher(pattern: Pattern) -> _CandidateMatcher:
-    module = _exported(pattern)
-    module.graph.eliminate_dead_code()
-    named = _named(pattern, module)
-    matcher = _CandidateMatcher(module, ignore_literals=True)
+    graph = _captured(pattern)
+    graph.eliminate_dead_code()
+    named = _named(pattern, graph)
+    matcher = _CandidateMatcher(graph, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
-            f"pattern {pattern.function.__qualname__} must end in a single operator, whose output "
+            f"pattern {_name_of(pattern.function)} must end in a single operator, whose output "
             "it returns"
         )
     matcher.named = named
@@ -390,24 +424,61 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
 
 
 @one_thread_at_a_time
-def _exported(pattern: Pattern) -> GraphModule:
+def _captured(pattern: Pattern) -> Graph:
     """Return what a pattern's function is exported as.
 
     Raises:
         ConfigError: it does not take tensors of the pattern's shapes.
     """
+    function = pattern.function
     try:
         example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
         with torch.no_grad(), _without_traces():
-            program = torch.export.export(_Captured(pattern.function), example)
+            chained = _put_together(function, example) if isinstance(function, Chain) else None
+            return chained or _exported(function, example)
     except Exception as error:  # the function is its author's, and may raise anything
         raise ConfigError(
-            f"pattern {pattern.function.__qualname__} cannot be exported with inputs of its shapes "
+            f"pattern {_name_of(function)} cannot be exported with inputs of its shapes "
             f"({_drawn(pattern)}): {_first_line(_own_error(pattern) or error)}"
         ) from error
-    module = program.module(check_guards=False)
+
+
+def _exported(function: Callable[..., Tensor], example: tuple[Tensor, ...]) -> Graph:
+    module = torch.export.export(_Captured(function), example).module(check_guards=False)
     assert isinstance(module, GraphModule)
-    return module
+    return module.graph
+
+
+def _put_together(chain: Chain, example: tuple[Tensor, ...]) -> Graph | None:
+    """Return the captures of a chain's functions in one graph, None where one reads a tensor of its own."""
+    graph, given = Graph(), dict[str, Node]()
+    for name, tensor in zip(chain.names, example, strict=True):
+        given[name] = graph.placeholder(name)
+        given[name].meta["val"] = tensor
+    value = given[chain.names[0]]
+    for function, others in chain.links:
+        inputs = [value, *(given[name] for name in others)]
+        link = _link(function, tuple(_kind(node.meta["val"]) for node in inputs))
+        if link.find_nodes(op="get_attr"):
+            return None
+        read = link.find_nodes(op="placeholder")
+        result: Any = graph.graph_copy(link, dict(zip(read, inputs, strict=True)))
+        (value,) = result
+    graph.output((value,))
+    return graph
+
+
+_Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tuple(tensor.shape), tensor.dtype
+
+
+@cache
+def _link(function: Callable[..., Tensor], kinds: tuple[_Kind, ...]) -> Graph:
+    """Return the capture of a chain's function, which is the same in all chains that have it."""
+    return _exported(function, tuple(torch.zeros(s, dtype=dtype) for s, dtype in kinds))
 
 
 @contextmanager
@@ -438,20 +509,20 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
+def _named(pattern: Pattern, graph: Graph) -> dict[str, Node]:
     """Find the operators that a pattern names.
 
     Names are given by operator, not by value: a value that is changed in place is another node after.
     """
     calls: dict[object, list[Node]] = defaultdict(list)
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         calls[node.target].append(node)
     called = ", ".join(str(target) for target in calls if _is_overload(target))
     named = {}
     for name, target in pattern.operators:
         if not calls[target]:
             raise ConfigError(
-                f"pattern {pattern.function.__qualname__} has no call to {target} left for the "
+                f"pattern {_name_of(pattern.function)} has no call to {target} left for the "
                 f"operator name {name!r}. It calls {called or 'no operator'}"
             )
         named[name] = calls[target].pop(0)

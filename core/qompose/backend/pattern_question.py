@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -212,6 +213,46 @@ def sequences(
         patterns = [p for p in rule.patterns if asked is None or asked(p)]
         found = [calls for pattern in patterns for calls in _calls(pattern)]
     return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
+
+
+class Variants(Sequence[tuple[str, ...]]):
+    """The `sequences` of a rule, as a tuple would hold them, found when one first looks at them.
+
+    Patterns are captured for it, which takes seconds for a large table; most who ask what a backend can do
+    read no operators.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @cached_property
+    def _found(self) -> tuple[tuple[str, ...], ...]:
+        return sequences(self._rule)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[str, ...], ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Variants):
+            return self._rule is other._rule or self._found == other._found
+        return self._found == other
+
+    def __hash__(self) -> int:
+        return hash(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: as a tuple, since rules hold functions that cannot be pickled."""
+        return tuple, (self._found,)
 
 
 def _calls(pattern: Pattern | OperatorPattern) -> Sequence[Sequence[object]]:

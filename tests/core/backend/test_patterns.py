@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from qompose.backend import OperatorPattern, Pattern
-from qompose.backend.pattern import OperatorIndex
+from qompose.backend import OperatorPattern, Pattern, pattern as pattern_file
+from qompose.backend.pattern import Chain, OperatorIndex
 from qompose.backend.pattern_question import question_of
 from qompose.errors import ConfigError
 from torch import Tensor, nn
+from torch.fx import Graph
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from tests.core.toy import (
@@ -22,6 +25,7 @@ from tests.core.toy import (
     export,
     randn,
     rule,
+    toy,
 )
 
 aten = torch.ops.aten
@@ -159,6 +163,48 @@ def test_a_variant_without_the_last_parameters() -> None:
 )
 def test_functions_are_captured_as_models_are(function: Any, operator: Any) -> None:
     assert Pattern(function, ((2, 3),), (("op", operator),)).calls() == (operator,)
+
+
+def test_a_chain_is_captured_as_the_function_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its functions once, for the tensors that it takes, in place or with a tensor of its own too."""
+    seen, real = [], pattern_file._exported
+    monkeypatch.setattr(
+        pattern_file,
+        "_exported",
+        lambda function, *args: seen.append(function) or real(function, *args),
+    )
+    narrow, widen = (lambda x: x[:, 1:].relu_()), (lambda x: x * ONES)
+    shapes, named = ((2, 4), (2, 3)), (("op", aten.add.Tensor),)
+    links = [(narrow, ()), (torch.add, ("y",)), (torch.sub, ("y",)), (torch.add, ("y",))]
+    chain = Chain(("x", "y"), links)
+    whole = lambda x, y: narrow(x) + y - y + y  # noqa: E731
+    graphs = [pattern_file._matcher(Pattern(f, shapes, named)).pattern for f in (chain, whole)]
+    assert len({*map(_form, graphs)}) == 1
+    assert seen == [narrow, torch.add, torch.sub, whole], "torch.add once"
+    own = Chain(("x", "y"), [*links, (widen, ())])
+    assert Pattern(own, shapes, named).calls()[-1] == aten.mul.Tensor
+    assert seen[-1] is own, "as a whole"
+
+
+def _form(graph: Graph) -> str:
+    """A graph without the names of its values."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    named = [(n.op, n.op == "call_function" and n.target, n.args, n.kwargs) for n in graph.nodes]
+    return repr(map_arg([list(row) for row in named], lambda node: number[node]))
+
+
+def test_rows_capture_no_pattern_before_their_operators_are_read() -> None:
+    seen = []
+
+    def relu(x: Tensor) -> Tensor:
+        seen.append(1)
+        return x.relu()
+
+    own = rule("own", Pattern(relu, ((2, 3),), (("op", aten.relu.default),)), activations=("x",))
+    row = toy(own).quantization_capabilities()[0]
+    assert row.notes == () and not seen
+    assert row.operators == (("aten.relu.default",),) == copy.deepcopy(row).operators
+    assert seen == [1] and hash(row.operators) == hash((("aten.relu.default",),))
 
 
 def test_what_a_pattern_names_answers_questions_about_others() -> None:

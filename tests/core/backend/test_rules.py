@@ -224,7 +224,7 @@ def test_a_pattern_that_cannot_be_captured_is_refused_with_its_rule(
 ) -> None:
     rule = Rule(name="mine", patterns=(pattern,), activations=(), anchor="op")
     with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
-        toy(rule).quantization_capabilities()
+        toy(rule).quantization_capabilities().to_dict()
     with pytest.raises(ConfigError, match=f"(?s)rule mine: .*{said}"):
         prepare(export(nn.Linear(3, 4), torch.ones(2, 3)), toy(rule))
 
@@ -242,7 +242,7 @@ def test_torch_logs_no_traceback_of_shapes_that_do_not_fit(
         anchor="op",
     )
     with pytest.raises(ConfigError):
-        toy(rule).quantization_capabilities()
+        toy(rule).quantization_capabilities().to_dict()
     assert not logged
     assert not traces.disabled
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qompose.backend.pattern import OperatorPattern, Pattern
+from qompose.backend.pattern import Chain, OperatorPattern, Pattern
 from qompose.errors import ConfigError, near_names
 
 aten = torch.ops.aten
@@ -233,58 +232,32 @@ def _variants(
     before, after = steps
     operands = tuple(step.operand for step in (*before, *after) if step.operand is not None)
     choices = [*itertools.product(*(step.forms for step in (*before, *after)))]
-    for bias, form, forms in itertools.product((False, True), product.forms, choices):
-        multiply = partial(form[0], groups=groups) if groups > 1 else form[0]
-        others = [_result_shape(multiply, shapes)] * len(operands) if operands else []
-        calls = [
-            (found[0], step.operand)
-            for step, found in zip((*before, *after), forms, strict=True)
-            if found is not None
+    products = [
+        (partial(function, groups=groups) if groups > 1 else function, target)
+        for function, target in product.forms
+    ]
+    for bias, form, forms in itertools.product((False, True), products, choices):
+        others = [_result_shape(form[0], shapes)] * len(operands) if operands else []
+        parameters = ("weight", "bias") if bias else ("weight",)
+        parts = [
+            *_written_as(before, forms[: len(before)]),
+            (name, form, parameters),
+            *_written_as(after, forms[len(before) :]),
         ]
-        number = sum(found is not None for found in forms[: len(before)])
-        roles = [step.role for step in before], [step.role for step in after]
-        named = (
-            *zip(roles[0], forms, strict=False),
-            (name, form),
-            *zip(roles[1], forms[len(before) :], strict=True),
-        )
         yield Pattern(
-            _function(multiply, calls[:number], calls[number:], operands, bias=bias),
+            Chain(("input", *parameters, *operands), [(f[0], read) for _, f, read in parts]),
             (*shapes[: 2 + bias], *others),
-            tuple((role, found[1]) for role, found in named if found is not None),
+            tuple((role, f[1]) for role, f, _ in parts),
         )
 
 
-Call: TypeAlias = "tuple[Callable[..., Tensor], str | None]"
-"""A function of a value, and the name of the other tensor that it takes."""
-
-
-def _function(
-    multiply: Callable[..., Tensor],
-    first: Sequence[Call],
-    last: Sequence[Call],
-    operands: tuple[str, ...],
-    *,
-    bias: bool,
-) -> Callable[..., Tensor]:
-    """Return a function of "input", "weight", maybe "bias", and operands."""
-    names = ("input", "weight", *(("bias",) if bias else ()), *operands)
-
-    def followed(value: Tensor, calls: Sequence[Call], given: dict[str, Tensor]) -> Tensor:
-        for function, operand in calls:
-            value = function(value) if operand is None else function(value, given[operand])
-        return value
-
-    def pattern(*tensors: Tensor) -> Tensor:
-        given = dict(zip(names, tensors, strict=True))
-        read = followed(given["input"], first, given)
-        product = multiply(read, given["weight"], *([given["bias"]] if bias else []))
-        return followed(product, last, given)
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in names]
-    pattern.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return pattern
+def _written_as(
+    steps: Sequence[Step], forms: Sequence[Form | None]
+) -> Iterator[tuple[str, Form, tuple[str, ...]]]:
+    """Yield the role of each step that is there, how it is written, and which tensors it reads besides."""
+    for step, form in zip(steps, forms, strict=True):
+        if form is not None:
+            yield step.role, form, () if step.operand is None else (step.operand,)
 
 
 def _result_shape(
@@ -323,20 +296,9 @@ def binary(name: str, *, after: Sequence[Step] = ()) -> tuple[Pattern | Operator
     found = []
     followers = [*itertools.product(*(step.forms for step in after))]
     for form, forms in itertools.product(BINARY[name], followers):
-        last = [(s.role, each) for s, each in zip(after, forms, strict=True) if each is not None]
-        named = (("op", form[1]), *((role, each[1]) for role, each in last))
-        function = _of_two(form[0], [each[0] for _, each in last])
-        found.append(Pattern(function, ((2, 2), (2, 2)), named))
+        parts = [("op", form, ("other",)), *_written_as(after, forms)]
+        function = Chain(("self", "other"), [(f[0], read) for _, f, read in parts])
+        found.append(
+            Pattern(function, ((2, 2), (2, 2)), tuple((role, f[1]) for role, f, _ in parts))
+        )
     return tuple(found)
-
-
-def _of_two(
-    first: Callable[..., Tensor], last: Sequence[Callable[..., Tensor]]
-) -> Callable[..., Tensor]:
-    def pattern(self: Tensor, other: Tensor) -> Tensor:
-        value = first(self, other)
-        for function in last:
-            value = function(value)
-        return value
-
-    return pattern
