@@ -7,10 +7,8 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch._inductor
 from torch import Tensor
@@ -24,17 +22,17 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose.errors import CompilationError, InputError, UserError
+from qompose.errors import CompilationError, UserError
 from qompose.files import draft_of
 from qompose.json_codec import jsonable
+from qompose.lowering.compiled_call import called_as_exported
 from qompose.plan.methods import ONLY, in_method
 from qompose.plan.plan import Record
-from qompose.program.aliasing import inputs_written, read_before_written, written_buffers
+from qompose.program.aliasing import read_before_written, written_buffers
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import one_thread_at_a_time, value_of
 from qompose.program.meta import KERNELS_TAG, tag_of
-from qompose.program.user_input import input_check
 from qompose.spec.qdq import IN_ATEN
 
 SUFFIX: Final = ".pt2"
@@ -194,142 +192,6 @@ def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
         dtype = str(value.dtype).removeprefix("torch.")
         found[path] = {"shape": [*value.shape], "dtype": dtype, "values": values}
     return found
-
-
-def called_as_exported(
-    run: Callable[..., Any],
-    graph: GraphModule,
-    returned: pytree.TreeSpec | None,
-    *,
-    twice: bool = True,
-) -> Callable[..., Any]:
-    """Return what checks the inputs of a call, and runs what was compiled of a program.
-
-    Compiled code is for the contiguous inputs of `call_signature`, and reads others as if they were
-    contiguous. So others are copied.
-
-    Args:
-        run: the compiled code. It takes the values of placeholders, and returns those of the output node.
-        returned: what the program makes of those; None if it returns them as they are.
-        twice: whether the code knows that one tensor may be given twice, and written to.
-    """
-    check: Any = input_check(graph).forward  # a module's own call takes as long again
-    written = inputs_written(graph.graph)
-    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        values = check(*args, **kwargs)
-        if written:
-            _check_apart(values, written, names, twice)
-            found = _copied_back(run, values, written)
-        else:
-            found = run(*map(contiguous, values))
-        return found if returned is None else pytree.tree_unflatten(found, returned)
-
-    return call
-
-
-def _copied_back(run: Callable[..., Any], values: Sequence[Any], written: Sequence[int]) -> Any:
-    """Run what writes to the inputs of some places, which get it back where it ran on copies.
-
-    Others must not: they may be expanded.
-    """
-    copies = [*map(_copying(), values)]
-    found = run(*copies)
-    for place in written:
-        if values[place].data_ptr() != copies[place].data_ptr():
-            values[place].detach().copy_(copies[place])
-    return found
-
-
-def _check_apart(
-    values: Sequence[Any], written: Sequence[int], names: Sequence[str], twice: bool
-) -> None:
-    """Refuse inputs that share elements with one that is written, as far as their code does not know it.
-
-    Raises:
-        InputError: another input is in the memory of one that is written; the code would read its old value.
-    """
-    tensors = [(place, value) for place, value in enumerate(values) if isinstance(value, Tensor)]
-    for place in written:
-        value = values[place]
-        if _repeats(value):
-            _refuse(names[place], "has several elements in one place")
-        for other, it in tensors:
-            known = other == place or (twice and _view(it) == _view(value))
-            if not known and _share_elements(value, it):
-                _refuse(names[place], f"shares memory with input {names[other]}")
-
-
-def _refuse(name: str, why: str) -> NoReturn:
-    given, remedy = f"written to and {why}", "Pass a copy, or call the lowered model uncompiled"
-    raise InputError(name, given, "inputs that do not overlap", remedy)
-
-
-def _repeats(value: Tensor) -> bool:
-    """Tell whether elements of a tensor are in one place; mostly its strides tell that they are not."""
-    reach = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return len(set(_places(value).tolist())) < value.numel()
-        reach += (size - 1) * stride
-    return False
-
-
-def _share_elements(one: Tensor, other: Tensor) -> bool:
-    (start, end), (second, last) = _extent(one), _extent(other)
-    if end <= second or last <= start:
-        return False
-    places = (_places(x) * x.element_size() + x.data_ptr() for x in (one, other))
-    return bool(torch.isin(*places).any())
-
-
-def _extent(value: Tensor) -> tuple[int, int]:
-    """Return the addresses between which a tensor lies."""
-    start = value.data_ptr()
-    return start, start + (_reach(value) * value.element_size() if value.numel() else 0)
-
-
-def _reach(value: Tensor) -> int:
-    steps = zip(value.shape, value.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
-
-
-def _places(value: Tensor) -> Tensor:
-    """Return where in its memory each element of a tensor is, counted in elements from its first."""
-    return torch.arange(max(_reach(value), 0)).as_strided(value.shape, value.stride()).flatten()
-
-
-def _view(value: Tensor) -> tuple[object, ...]:
-    return value.data_ptr(), value.dtype, value.shape, value.stride()
-
-
-def _copying() -> Callable[[Any], Any]:
-    """Return `contiguous`, which gives one tensor for what is given twice, as it may be written to."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        view = _view(x)
-        if view not in copies:
-            copies[view] = contiguous(x)
-        return copies[view]
-
-    return copied
-
-
-def contiguous(value: Any) -> Any:
-    """Return a value, contiguous if it is a tensor. Strides of dimensions of one element, which torch.compile
-    compares too, are the usual ones.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    dense = value.contiguous()
-    if 1 not in dense.shape:
-        return dense
-    usual = tuple(accumulate(reversed(dense.shape[1:]), mul, initial=1))[::-1]
-    return dense if dense.stride() == usual else dense.view(-1).view(dense.shape)
 
 
 def _check_state(state: Mapping[str, Tensor]) -> None:

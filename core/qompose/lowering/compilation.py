@@ -14,7 +14,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final, overload
@@ -26,6 +26,7 @@ from torch._inductor.exc import CppCompileError
 from torch._inductor.inductor_prims import force_stride_order
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
@@ -42,11 +43,11 @@ from qompose.files import place_for
 from qompose.lowering.aoti_package import (
     SUFFIX,
     Part,
-    called_as_exported,
     first_line,
     refused,
     write_package,
 )
+from qompose.lowering.compiled_call import called_as_exported
 from qompose.lowering.native_code import with_or_without
 from qompose.plan.methods import ONLY, by_method, in_method
 from qompose.plan.plan import Record, record_of
@@ -176,10 +177,12 @@ def compile_lowered(
                        process that imports only torch; the result runs that package
     =================  =======================================================================
 
+    Code computes in the types of the program; `torch.autocast`, here or around a call, does not change them.
+
     The compiled model has copies of the buffers that the program writes to, with their current values.
     The methods of one program share theirs and are compiled together, all or none; a package has all of
-    them, each with its own weights. If the program cannot run on zeros, the first two modes compile at the
-    first call.
+    them, each with its own weights. If a program of dynamic sizes cannot run on zeros, the first two modes
+    compile at the first call.
 
     Args:
         lowered: a lowered model, or the methods of one program by name.
@@ -214,13 +217,14 @@ def compile_lowered(
         )
     state = _own_state(methods)
     _check_toolchain()
-    if mode == PACKAGE:
-        compiled = _packaged(methods, file, options, state, native_code)
-    else:
-        compiled = {}
-        for name, method in methods.items():
-            with in_method(name):
-                compiled[name] = _compiled_model(method, mode, options, state, native_code)
+    with torch.autocast("cpu", enabled=False):
+        if mode == PACKAGE:
+            compiled = _packaged(methods, file, options, state, native_code)
+        else:
+            compiled = {}
+            for name, method in methods.items():
+                with in_method(name):
+                    compiled[name] = _compiled_model(method, mode, options, state, native_code)
     return compiled if isinstance(lowered, Mapping) else compiled[ONLY]
 
 
@@ -450,11 +454,14 @@ def _compiled(
     return called_as_exported(run, graph, None if info is None else info.out_spec)
 
 
+_SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def _sizes_vary(graph: GraphModule) -> bool:
     """Tell whether a program's sizes, or numbers that it computes with, differ from call to call."""
     values = (value for node in nodes_in(graph) for value in pytree.tree_leaves(value_of(node)))
     return any(
-        isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        isinstance(number, _SYMBOLS)
         for value in values
         for number in (value.shape if isinstance(value, Tensor) else (value,))
     )
@@ -512,14 +519,26 @@ def _traced(
     run = torch.compile(flat, options={**options, **guards})
     # Made once: making one takes longer than a call of a small model.
     patched = torch._inductor.config.patch(dict(settings))
+    # Without this Dynamo cuts a graph where a size depends on values, and fails on sizes that it has noted.
+    captures = dict.fromkeys(_CAPTURES, True) if _sizes_depend_on_values(flat) else {}
+    whole = torch._dynamo.config.patch(captures) if captures else nullcontext()
 
     def call(*values: Any) -> Any:
         # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
         # torch.compile reach only what comes behind it (torch 2.13).
-        with torch.no_grad(), patched:
+        with torch.no_grad(), patched, whole:
             return run(*values)
 
     return call
+
+
+_CAPTURES: Final = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+
+
+def _sizes_depend_on_values(graph: GraphModule) -> bool:
+    values = (value for node in nodes_in(graph) for value in pytree.tree_leaves(value_of(node)))
+    known = (value for value in values if isinstance(value, (Tensor, *_SYMBOLS)))
+    return any(free_unbacked_symbols(value) for value in known)
 
 
 def _mark_dynamic(lowered: GraphModule, leaves: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch._inductor.package.package
 from qompose import UserError
 from qompose.errors import CompilationError, InputError
-from qompose.lowering.aoti_package import TORCH_NAMESPACES, _described, contiguous
+from qompose.lowering.aoti_package import TORCH_NAMESPACES, _described
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -117,16 +117,6 @@ def test_numbers_among_the_results_are_numbers() -> None:
     result = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
     found = qompose.compile_lowered(result, "package")(X[:2])
     assert (found["n"], found["rows"]) == (3, 2) and type(found["n"]) is type(found["rows"]) is int
-
-
-def test_layouts_of_inputs() -> None:
-    image = torch.randn(2, 1, 4, 5).contiguous(memory_format=torch.channels_last)
-    placed = contiguous(image)
-    assert torch.equal(placed, image)
-    assert placed.stride() == (20, 20, 5, 1), "of one channel, too, which torch.compile compares"
-    row = torch.zeros(1, 3)
-    assert contiguous(row) is row and contiguous(5) == 5
-    assert contiguous(torch.zeros(6)[::2]).stride() == (1,)
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(

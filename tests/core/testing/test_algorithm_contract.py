@@ -20,7 +20,7 @@ from qompose.algorithms import (
 )
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS
 from qompose.testing import AlgorithmContract
-from qompose.testing.contract import Contract, names_of_tests
+from qompose.testing.contracts import Contract, names_of_tests
 from torch import Tensor
 
 from tests.core.sound_backend import LINEAR, SoundBackend

@@ -29,8 +29,13 @@ from qompose.errors import RequirementWarning
 from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.checks_kernel import accepts, matches_reference
 from qompose.testing.checks_rule import converts
-from qompose.testing.contract import Contract, names_of_tests, parameters
-from qompose.testing.contracts import AlgorithmContract, BackendContract
+from qompose.testing.contracts import (
+    AlgorithmContract,
+    BackendContract,
+    Contract,
+    names_of_tests,
+    parameters,
+)
 from qompose.testing.fixtures import (
     Blocked,
     ContractError,
