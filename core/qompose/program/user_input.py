@@ -204,12 +204,12 @@ def run_batch(
         _check_parameters(call, error)
         raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
-        described = (
-            str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        )
-        if _has_sparse(batch):
+        described = f"{type(error).__name__}: {error}"
+        if isinstance(error, InputError):
+            described = str(error)
+        elif sparse := _sparse_in(batch):
             described = (
-                f"{described.partition('. ')[0]}. Observers take dense tensors: pass x.to_dense()"
+                f"observers take dense tensors, and it has a {sparse} one; pass x.to_dense()"
             )
         raise BatchError(
             number,
@@ -218,9 +218,9 @@ def run_batch(
         ) from error
 
 
-def _has_sparse(batch: Any) -> bool:
-    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    return any(leaf.layout is not torch.strided for leaf in leaves)
+def _sparse_in(batch: Any) -> torch.layout | None:
+    layouts = (leaf.layout for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return next((layout for layout in layouts if layout is not torch.strided), None)
 
 
 def _check_parameters(call: object, error: CalibrationError) -> None:
@@ -294,21 +294,30 @@ def sparing(program: GraphModule) -> Callable[..., Any]:
     A tensor that comes again, such as a cache that goes from batch to batch, is then what the program has
     made of its copy, as in a loop over the program itself; unless somebody else has written to it since.
     """
-    return _OnCopies(program, _Carried(program)) if inputs_written(program.graph) else program
+    return _on_copies(program, program, carried=True)
+
+
+def _on_copies(program: GraphModule, run: GraphModule, *, carried: bool) -> Callable[..., Any]:
+    """Return `run`, which takes the inputs of a program; on copies of them, if the program writes to some."""
+    if not inputs_written(program.graph):
+        return run
+    return _OnCopies(run, _Carried(program) if carried else _anew)
 
 
 class _OnCopies:
-    """Runs a program on copies of its inputs, which `copied` makes."""
+    """Runs a program on copies of its inputs, by what `copied` returns for those of a call."""
 
-    def __init__(self, program: GraphModule, copied: Callable[..., Any] | None = None) -> None:
-        self._program, self.graph = program, program.graph
+    def __init__(self, run: GraphModule, copied: Callable[..., Callable[[Tensor], Tensor]]) -> None:
+        self._run, self.graph = run, run.graph
         self._copied = copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (args, kwargs)
-        copier = Tensor.clone if self._copied is None else self._copied(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(Tensor, copier, given)
-        return self._program(*args, **kwargs)
+        copies = pytree.tree_map_only(Tensor, self._copied(*args, **kwargs), (args, kwargs))
+        return self._run(*copies[0], **copies[1])
+
+
+def _anew(*args: Any, **kwargs: Any) -> Callable[[Tensor], Tensor]:
+    return Tensor.clone
 
 
 class _Carried:
@@ -365,13 +374,15 @@ class _Kept:
         return self.version == value._version
 
 
-def binder(program: GraphModule) -> Callable[..., list[Any]]:
+def binder(program: GraphModule, *, carried: bool = False) -> Callable[..., list[Any]]:
     """Return what takes a program's arguments and returns the value of each of its placeholders.
 
     Those are copies, if the program writes to its inputs.
+
+    Args:
+        carried: whether a tensor that comes again is what the program has made of its copy (`sparing`).
     """
-    bound = input_check(program)
-    return _OnCopies(bound) if inputs_written(program.graph) else bound
+    return _on_copies(program, input_check(program), carried=carried)
 
 
 def input_check(program: GraphModule) -> GraphModule:

@@ -59,6 +59,26 @@ def test_views_go_on_sharing_what_is_written() -> None:
     assert row.own_sqnr == math.inf  # not so where the view is a copy, to which nobody adds
 
 
+def test_what_is_written_to_an_input_that_comes_again_is_there() -> None:
+    """As in a loop over the program itself, and the user's tensor stays as it is."""
+    counting = Model(lambda m, x, n: m.one(x) * n.add_(1), one=nn.Linear(8, 8))
+    program, number = export(seeded(counting), X, torch.zeros(1)), torch.zeros(1)
+    calls: list[Tensor] = []
+
+    def looped(x: Tensor, n: Tensor) -> Tensor:
+        calls.append(x)
+        return counting.one(x) * len(calls)
+
+    batches = [(X, number), (-X, number)]
+    (row,) = qompose.compare(program, looped, batches).rows
+    assert row.sqnr > 100
+    converted = convert(program, toy(LINEAR), X, torch.zeros(1))
+    found = qompose.compare(program, converted, batches)
+    fresh = qompose.compare(program, converted, [(X, number), (-X, number + 1)])
+    assert found["mul"].sqnr == fresh["mul"].sqnr
+    assert number == 0
+
+
 def read_twice(m: Any, x: Tensor) -> Tensor:
     """One value for a quantized reader, one for a float reader as well."""
     alone, both = x.exp(), x.cos()
