@@ -93,7 +93,7 @@ class Screen:
     def mask(self) -> str | None:
         """Return what makes the tensor one with a mask in it, None where nothing does."""
         if self.masked:
-            return f"{self.masked} mask values (infinite or close to the largest float)"
+            return f"{self.masked} infinite or almost infinite value{'s' * (self.masked != 1)}"
         if self.bulk >= 0 and self.far > -math.inf and -self.far > STEPS * self.bulk:
             return (
                 f"a mask: with values of {self.far:g} and below in range, all others (at most "
