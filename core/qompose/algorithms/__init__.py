@@ -46,6 +46,7 @@ __all__ = [
     "GPTQ",
     "Absorbers",
     "Algorithm",
+    "AlgorithmChoice",
     "Block",
     "Calibrated",
     "Checkpoint",

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import torch
-from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
-from qompose.algorithms import Algorithm
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.algorithms import AlgorithmChoice
 from qompose.backend import kit
 from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
@@ -47,7 +47,7 @@ def get_default_x86_inductor_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    algorithms: tuple[str | SmoothQuant | Algorithm, ...] | None = None,
+    algorithms: tuple[AlgorithmChoice, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and int8 weights per output channel, symmetric but for groups.

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import torch
-from qompose import QuantizationConfig, SmoothQuant
-from qompose.algorithms import Algorithm
+from qompose import QuantizationConfig
+from qompose.algorithms import AlgorithmChoice
 from qompose.backend import kit
 from qompose.errors import ConfigError
 
@@ -29,7 +29,7 @@ def get_symmetric_quantization_config(
     range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    algorithms: tuple[str | SmoothQuant | Algorithm, ...] | None = None,
+    algorithms: tuple[AlgorithmChoice, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration with symmetric weights, named after its choices.
