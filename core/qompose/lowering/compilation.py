@@ -178,6 +178,7 @@ def compile_lowered(
     =================  =======================================================================
 
     Code computes in the types of the program; `torch.autocast`, here or around a call, does not change them.
+    Loops of fixed sizes, and of packages, go on with as many threads as torch had when they were compiled.
 
     The compiled model has copies of the buffers that the program writes to, with their current values.
     The methods of one program share theirs and are compiled together, all or none; a package has all of
