@@ -152,7 +152,10 @@ def test_groups_of_any_number_of_channels(tmp_path: Path) -> None:
 def test_nothing_is_asked_of_the_compiler_without_products() -> None:
     assert native_calls.options(torch.fx.symbolic_trace(nn.ReLU())) == {}
     weights = native_calls.options(lowered(nn.Linear(26, 4), image, weight_only=True))
-    assert list(weights["aot_inductor.custom_ops_to_c_shims"]) == [linear_packed.OPERATOR]
+    assert list(weights["aot_inductor.custom_ops_to_c_shims"]) == [
+        linear_packed.OPERATOR,
+        linear_packed.SEVERAL,
+    ]
 
 
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from qompose_x86_inductor.inductor import (
     gemm_template,
+    joined_linears,
     late_operators,
     native_attention,
     native_calls,
@@ -55,6 +56,8 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     result = _shallow_copy(gm)
     kept = gemm_template.kept_from_template(result)
     native_calls.quantize_planes(result)
+    if processor.wanted():
+        joined_linears.join(result)
     packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
         if node.target is cache_attention.ATTENTION and processor.isa() is None:

@@ -152,7 +152,9 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
         shims, metadata = products.shims(isa), {METADATA: isa.name}
         shims |= {operator: [text] for operator, text in others.items()}
     if linear_packed.OPERATOR in called and processor.wanted():
-        shims[linear_packed.OPERATOR] = [packed_linear.shim()]
+        texts = packed_linear.shims()
+        shims[linear_packed.OPERATOR] = [texts["linear_packed"]]
+        shims[linear_packed.SEVERAL] = [texts["linears_packed"]]
     if not shims:
         return {}
     from torch._inductor.cpp_builder import is_gcc

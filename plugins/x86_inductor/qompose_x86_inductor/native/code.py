@@ -18,6 +18,7 @@ HEADERS: Final = Path(__file__).parent
 
 HANDLE: Final = "AtenTensorHandle"
 OPTIONAL: Final = "AtenTensorHandle*"
+OPTIONALS: Final = "const AtenTensorHandle**, int64_t"
 INTEGERS: Final = "const int64_t*, int64_t"
 NUMBERS: Final = "const double*, int64_t"
 """The types of arguments of operators in C, in torch's order: lists are followed by their lengths."""

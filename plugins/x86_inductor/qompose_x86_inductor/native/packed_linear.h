@@ -38,6 +38,7 @@ struct Linear {
   const float* columns;       // by channel: the sum of its weights. For rows with zero points
   const float* bias;          // by channel, or none
   float* out;
+  int64_t line;  // floats from a row of `out` to the next
 
   int64_t panels() const { return (channels + LANES - 1) / LANES; }
   int64_t groups() const { return group ? depth / group : 0; }
@@ -373,7 +374,7 @@ QOMPOSE_INLINE void finish(const Linear& p, const Rows& rows, int64_t m, int64_t
   const Floats bias = p.bias ? load_some(p.bias + channel, count) : all(0);
   if (p.mode == AFFINE) total = madd(all(-rows.zero_points[m]), load_some(p.columns + channel, count), total);
   total = madd(total, all(p.mode == FLOATS ? 1.0f : rows.scales[m]), bias);
-  store_some(p.out + m * p.channels + channel, total, count);
+  store_some(p.out + m * p.line + channel, total, count);
 }
 
 // -- few rows, which are multiplied as they are
@@ -587,32 +588,56 @@ void rows_of(const Linear& p, const Rows& rows, int64_t m, int64_t panel) {
 
 constexpr int64_t FEW = 12;  // rows of floats for which unpacking to memory does not pay
 
+// Some panels of few rows.
 template <int BITS>
-void multiply(const Linear& p, const Rows& rows, int threads) {
-  const bool bytes = BYTES && p.mode != FLOATS;
-  const int64_t wide = p.rows == 1 ? 4 : 2, parts = (p.panels() + wide - 1) / wide;
-  threads = threads_for(p.rows * p.depth * p.channels, parts, threads);
-  if (!bytes && p.rows >= FEW) return many_rows<BITS>(p, rows, threads);
+void panels_of(const Linear& p, const Rows& rows, bool bytes, int64_t panel, int64_t end) {
+  while (panel < end) {
+    if (p.rows == 1 && panel + 4 <= p.panels()) {
+      bytes ? tile<BITS, true, 1, 4>(p, rows, 0, panel) : tile<BITS, false, 1, 4>(p, rows, 0, panel);
+      panel += 4;
+    } else if (panel + 2 <= p.panels()) {
+      bytes ? rows_of<BITS, true, 8, 2>(p, rows, 0, panel) : rows_of<BITS, false, 4, 2>(p, rows, 0, panel);
+      panel += 2;
+    } else {
+      bytes ? rows_of<BITS, true, 8, 1>(p, rows, 0, panel) : rows_of<BITS, false, 4, 1>(p, rows, 0, panel);
+      panel += 1;
+    }
+  }
+}
+
+// Linears that read the same rows, and differ in what they make of them alone.
+using Linears = std::vector<Linear>;
+
+template <int BITS>
+void multiply(const Linears& linears, const Rows& rows, int threads) {
+  const Linear& any = linears.front();
+  const bool bytes = BYTES && any.mode != FLOATS;
+  if (!bytes && any.rows >= FEW) {
+    for (const Linear& p : linears)
+      many_rows<BITS>(p, rows, threads_for(p.rows * p.depth * p.channels, p.panels(), threads));
+    return;
+  }
+  const int64_t wide = any.rows == 1 ? 4 : 2;
+  const auto parts_of = [&](const Linear& p) { return (p.panels() + wide - 1) / wide; };
+  int64_t parts = 0, channels = 0;
+  for (const Linear& p : linears) parts += parts_of(p), channels += p.channels;
+  threads = threads_for(any.rows * any.depth * channels, parts, threads);
   in_parallel(threads, parts, [&](int, int64_t from, int64_t to) {
-    for (int64_t panel = from * wide; panel < std::min(to * wide, p.panels());) {
-      if (p.rows == 1 && panel + 4 <= p.panels()) {
-        bytes ? tile<BITS, true, 1, 4>(p, rows, 0, panel) : tile<BITS, false, 1, 4>(p, rows, 0, panel);
-        panel += 4;
-      } else if (panel + 2 <= p.panels()) {
-        bytes ? rows_of<BITS, true, 8, 2>(p, rows, 0, panel) : rows_of<BITS, false, 4, 2>(p, rows, 0, panel);
-        panel += 2;
-      } else {
-        bytes ? rows_of<BITS, true, 8, 1>(p, rows, 0, panel) : rows_of<BITS, false, 4, 1>(p, rows, 0, panel);
-        panel += 1;
-      }
+    for (const Linear& p : linears) {
+      const int64_t own = parts_of(p);
+      panels_of<BITS>(p, rows, bytes, from * wide, std::min(std::min(to, own) * wide, p.panels()));
+      from = std::max<int64_t>(from - own, 0);
+      to = std::max<int64_t>(to - own, 0);
     }
   });
 }
 
-// Compute the linear of `given` inputs, the rest of whose last unit are 0. May throw std::bad_alloc.
-inline void compute(const Linear& p, const float* x, int64_t given, int threads) {
-  const Rows rows = prepared(p, x, given, threads);
-  p.bits == 4 ? multiply<4>(p, rows, threads) : multiply<8>(p, rows, threads);
+// Compute linears of `given` inputs, the rest of whose last unit are 0. May throw std::bad_alloc.
+inline void compute(const Linears& linears, const float* x, int64_t given, int threads) {
+  const auto asks_most = [](const Linear& p) { return p.zero_points != nullptr; };
+  const auto found = std::find_if(linears.begin(), linears.end(), asks_most);
+  const Rows rows = prepared(found == linears.end() ? linears.front() : *found, x, given, threads);
+  linears.front().bits == 4 ? multiply<4>(linears, rows, threads) : multiply<8>(linears, rows, threads);
 }
 
 }  // namespace packed

@@ -23,8 +23,8 @@ extern "C" int linear_packed(const float* x, const uint8_t* weight, const void* 
                              const int64_t* n, int threads) {{
   using namespace qompose_x86::packed;
   try {{
-    compute({{n[0], n[3], n[2], n[4], int(n[5]), RowMode(n[6]), weight, scales, n[8] != 0, zero_points,
-              columns, bias, out}},
+    compute({{{{n[0], n[3], n[2], n[4], int(n[5]), RowMode(n[6]), weight, scales, n[8] != 0, zero_points,
+               columns, bias, out, n[2]}}}},
             x, n[1], threads);
     return 0;
   }} catch (const std::bad_alloc&) {{
@@ -77,8 +77,13 @@ def _call(
     return out
 
 
-def shim() -> str:
-    """Return the text for torch's option ``aot_inductor.custom_ops_to_c_shims``."""
-    arguments = (*[code.HANDLE] * 3, *[code.OPTIONAL] * 3, code.INTEGERS)
-    declared = code.declaration("linear_packed", *arguments)
-    return code.with_code(declared, "packed_linear_shim.h", None)
+def shims() -> dict[str, str]:
+    """Return the texts for torch's option ``aot_inductor.custom_ops_to_c_shims``, by the operator's name."""
+    one = (*[code.HANDLE] * 3, *[code.OPTIONAL] * 3, code.INTEGERS)
+    arguments = {
+        "linear_packed": one, "linears_packed": (code.HANDLE, code.OPTIONALS, code.INTEGERS)
+    }  # fmt: skip
+    declared = {name: code.declaration(name, *types) for name, types in arguments.items()}
+    return {
+        name: code.with_code(text, "packed_linear_shim.h", None) for name, text in declared.items()
+    }

@@ -11,8 +11,12 @@
 namespace qompose_x86 {
 
 // Products of bytes that are worth a thread: starting threads and waiting for them takes as long as some
-// hundred thousand.
+// hundred thousand, or half as many without VNNI.
+#ifdef __AVX512VNNI__
 constexpr int64_t PRODUCTS_EACH = 1 << 18;
+#else
+constexpr int64_t PRODUCTS_EACH = 1 << 17;
+#endif
 
 // Threads for so many products in so many parts: at most `available`, each with enough to do.
 inline int threads_for(int64_t products, int64_t parts, int available) {

@@ -9,7 +9,10 @@ not finite shows in its own row alone.
 ``sizes`` are a `LinearSizes`. ``columns``, float32 (out,), are the sums of each channel's weights, for rows
 with zero points.
 
-C++ computes it (`native.packed_linear`), in this process and in compiled programs. `reference` computes the
+``linears_packed`` computes several of one ``x``, whose results (..., all outs) lie side by side. Its
+constants are the five of each; its sizes, of each too, differ in their channels alone.
+
+C++ computes them (`native.packed_linear`), in this process and in compiled programs. `reference` computes the
 same with operators of torch: where the C++ is not wanted or does not compile. There a compiler folds the
 weight into floats.
 """
@@ -178,6 +181,21 @@ def _compute(x: Tensor, *arguments: Any) -> Tensor:
     return compute(rows, (*tensors,), (*sizes,)).view(*x.shape[:-1], sizes[0])
 
 
+def _several(x: Tensor, constants: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
+    count, of_each = len(_CONSTANTS), len(LinearSizes._fields)
+    each = range(len(sizes) // of_each)
+    parts = (
+        _compute(x, *constants[i * count :][:count], sizes[i * of_each :][:of_each]) for i in each
+    )
+    return torch.cat([*parts], -1)
+
+
+def _fake_several(x: Tensor, constants: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
+    of_each = len(LinearSizes._fields)
+    _check(x, sizes[:of_each])
+    return x.new_empty((*x.shape[:-1], sum(sizes[::of_each])))
+
+
 def _without_inputs(x: Tensor, bias: Tensor | None, of: LinearSizes) -> Tensor:
     added = x.new_zeros(of.channels) if bias is None else bias
     return added.expand(*x.shape[:-1], of.channels).clone(memory_format=torch.contiguous_format)
@@ -214,9 +232,11 @@ register(
         "linear_packed": (
             "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? columns, Tensor? bias,"
             " int[] sizes) -> Tensor"
-        )
+        ),
+        "linears_packed": "(Tensor x, Tensor?[] constants, int[] sizes) -> Tensor",
     },
-    {"linear_packed": (_compute, _fake)},
+    {"linear_packed": (_compute, _fake), "linears_packed": (_several, _fake_several)},
     torch.Tag.needs_contiguous_strides,
 )
 OPERATOR: Final = torch.ops.qompose_x86.linear_packed.default
+SEVERAL: Final = torch.ops.qompose_x86.linears_packed.default
