@@ -275,7 +275,7 @@ def test_what_is_well_is_not_mentioned() -> None:
         pytest.param(lambda x: x * 1e5, "reaches ", id="outlier"),
         pytest.param(lambda x: (x + 1) * -1e5, "mul -> linear_4", id="outlier below zero"),
         pytest.param(
-            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "has 8 mask", id="mask"
+            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "has 8 infinite", id="mask"
         ),
     ],
 )

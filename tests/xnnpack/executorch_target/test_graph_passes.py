@@ -74,8 +74,10 @@ def cases() -> dict[str, Made]:
             }.items()
         },
         "constant": (
-            Model(lambda m, x: m.layer(x) * m.factor, layer=nn.Linear(8, 8), factor=nn.Buffer(NUMBER)),
-            (ROWS,), STATIC,
+            Model(
+                lambda m, x: m.last(m.layer(x) * m.factor),
+                layer=nn.Linear(8, 8), last=nn.Linear(8, 8), factor=nn.Buffer(NUMBER),
+            ), (ROWS,), STATIC,
         ),
     }  # fmt: skip
 
