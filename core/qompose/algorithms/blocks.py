@@ -31,7 +31,7 @@ from qompose.algorithms.products import (
 )
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
-from qompose.program.aliasing import written_values
+from qompose.program.aliasing import inputs_written, written_values
 from qompose.program.decompositions import routed
 from qompose.program.graph import constant_of, copies_of, value_of
 from qompose.program.meta import LEARNED_KEY
@@ -108,8 +108,8 @@ class PartlyRun:
     """A program that is run on several batches at once, from one part to the next.
 
     Args:
-        graph: the program, which writes to nothing.
-        inputs: of each batch, one value for each placeholder.
+        graph: the program, which writes to no buffer.
+        inputs: of each batch, one value for each placeholder; copied where the program writes to one.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Sequence[Any]]) -> None:
@@ -124,6 +124,8 @@ class PartlyRun:
         self._before: dict[Node, Tensor] = {}
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self._values = [dict(zip(placeholders, batch, strict=True)) for batch in inputs]
+        if inputs_written(graph.graph):
+            self._values = [*map(self._held, range(len(inputs)))]
         self._rest = set(self.nodes) - set(placeholders)
 
     def node(self, name: str) -> Node:

@@ -329,6 +329,34 @@ def test_values_that_are_written_in_place_are_run_again_as_they_were() -> None:
         assert torch.allclose(outputs[0][0][0], model(batches(1)[0]), atol=1e-6)
 
 
+def test_inputs_that_are_written_are_read_by_both_programs_as_they_were_given() -> None:
+    """The quantized program does not add to what the float one has added, and data stays as it is."""
+
+    def integers(function: Any) -> dict[str, Tensor]:
+        layers = {"up": nn.Linear(24, 24), "down": nn.Linear(24, 8)}
+        model = seeded(Model(function, **layers), 0, 0.2)
+        given = [(x, torch.ones(16, 24)) for x in batches()]
+        with torch.no_grad():
+            program = export(model, *given[0])
+        prepared = prepare(program, toy(*PRODUCTS, config=SEQUENTIAL))
+        found = qompose.convert_pt2e(qompose.calibrate(prepared, given, progress=False))
+        assert all(torch.equal(state, torch.ones(16, 24)) for _, state in given)
+        return {n: b for n, b in found.state_dict().items() if b.dtype == torch.int8}
+
+    def added(m: Any, x: Tensor, state: Tensor) -> Tensor:
+        found: Tensor = m.down(state + m.up(x))
+        return found
+
+    def written(m: Any, x: Tensor, state: Tensor) -> Tensor:
+        state.add_(m.up(x))
+        found: Tensor = m.down(state * 1.0)
+        return found
+
+    expected, found = integers(added), integers(written)
+    assert len(expected) == 2
+    assert all(map(torch.equal, found.values(), expected.values()))
+
+
 def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     qompose.calibrate(observed(net(1), SEQUENTIAL), batches(), progress=True)
     printed = capsys.readouterr()
