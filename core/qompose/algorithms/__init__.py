@@ -14,12 +14,17 @@ from qompose.algorithms.channel_paths import absorbers_of, find_absorbers
 from qompose.algorithms.checkpoint import Checkpoint
 from qompose.algorithms.equalization import Equalization
 from qompose.algorithms.gptq import GPTQ, SequentialGPTQ, compensated
-from qompose.algorithms.interface import Algorithm, Algorithms, Rewritten, Watched, load_algorithm
-from qompose.algorithms.packed_layouts import PackedWeight
-from qompose.algorithms.products import (
-    InputMoments,
-    Inputs,
+from qompose.algorithms.interface import (
+    Algorithm,
+    Algorithms,
     NotChanged,
+    Rewritten,
+    Watched,
+    load_algorithm,
+)
+from qompose.algorithms.packed_layouts import PackedWeight
+from qompose.algorithms.product_inputs import InputMoments, Inputs
+from qompose.algorithms.products import (
     Operands,
     change_products,
     check_own_integers,

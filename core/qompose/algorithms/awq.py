@@ -36,11 +36,10 @@ from qompose.algorithms.channel_factors import (
     who_divides,
 )
 from qompose.algorithms.channel_paths import find_absorbers
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, NotChanged
+from qompose.algorithms.product_inputs import InputMoments
 from qompose.algorithms.products import (
     NOTHING,
-    InputMoments,
-    NotChanged,
     Operands,
     channel_dim,
     expert_of,

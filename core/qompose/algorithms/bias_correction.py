@@ -23,12 +23,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown
+from qompose.algorithms.product_inputs import InputRows
 from qompose.algorithms.products import (
     NOTHING,
-    InputRows,
-    NotChanged,
-    NotKnown,
     Operands,
     change_products,
     channel_dim,

@@ -18,17 +18,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.channel_factors import without_factors
-from qompose.algorithms.products import (
+from qompose.algorithms.interface import NotChanged
+from qompose.algorithms.product_inputs import (
     InputMoments,
     Inputs,
-    NotChanged,
-    Operands,
     Symmetric,
     check_seen,
-    columns_of,
     in_stripes,
     normalized_moments,
 )
+from qompose.algorithms.products import Operands, columns_of
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
 from qompose.program.aliasing import inputs_written, written_values

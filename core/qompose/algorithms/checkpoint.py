@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, NotChanged
 from qompose.algorithms.packed_layouts import Layout, PackedWeight, layout_of
 from qompose.algorithms.products import (
-    NotChanged,
     Operands,
     change_products,
     scales_as_stored,

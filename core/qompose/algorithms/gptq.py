@@ -33,14 +33,11 @@ from torch.fx import Node
 
 from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm, Part
+from qompose.algorithms.interface import Algorithm, NotChanged, Part
+from qompose.algorithms.product_inputs import InputRows, Inputs, Symmetric, pooled
 from qompose.algorithms.products import (
     NOTHING,
-    InputRows,
-    Inputs,
-    NotChanged,
     Operands,
-    Symmetric,
     change_products,
     check_own_integers,
     check_own_scales,
@@ -48,7 +45,6 @@ from qompose.algorithms.products import (
     moments_asked,
     moments_read,
     noted,
-    pooled,
     reader_of,
     rows_read,
     set_integers,

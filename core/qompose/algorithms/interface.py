@@ -75,6 +75,14 @@ class Watched:
     refused: tuple[str, ...] = ()
 
 
+class NotChanged(Exception):  # noqa: N818 - a state, not a mistake
+    """Raised with the reason why a product stays as it is."""
+
+
+class NotKnown(NotChanged):
+    """Raised where statistics do not have what it takes."""
+
+
 class Algorithm:
     """Something that changes a program for the accuracy of its integers.
 

@@ -30,11 +30,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown
 from qompose.algorithms.products import (
     NOTHING,
-    NotChanged,
-    NotKnown,
     Operands,
     channel_dim,
     check_own_scales,

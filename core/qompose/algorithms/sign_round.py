@@ -27,10 +27,9 @@ from torch import Tensor
 from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.gptq import compensated
-from qompose.algorithms.interface import Algorithm, Part
+from qompose.algorithms.interface import Algorithm, NotChanged, Part
 from qompose.algorithms.products import (
     NOTHING,
-    NotChanged,
     Operands,
     check_own_integers,
     check_own_scales,

@@ -28,15 +28,8 @@ from qompose.algorithms.blocks import (
     weight_values,
 )
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import UNREPORTED, Algorithm, Algorithms, Part
-from qompose.algorithms.products import (
-    NotChanged,
-    Operands,
-    noted,
-    operands_of,
-    product_node,
-    weight_group,
-)
+from qompose.algorithms.interface import UNREPORTED, Algorithm, Algorithms, NotChanged, Part
+from qompose.algorithms.products import Operands, noted, operands_of, product_node, weight_group
 from qompose.conversion.convert import draft_of
 from qompose.errors import CalibrationError, first_of
 from qompose.plan.plan import Plan

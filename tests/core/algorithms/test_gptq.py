@@ -20,7 +20,8 @@ from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig
 from qompose.algorithms import GPTQ, SequentialGPTQ, gptq
 from qompose.algorithms.gptq import _Form, _Order, _Rounding
-from qompose.algorithms.products import InputRows, Operands, Symmetric, columns_of, in_stripes
+from qompose.algorithms.product_inputs import InputRows, Symmetric, in_stripes
+from qompose.algorithms.products import Operands, columns_of
 from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     AutoRangeObserver,
