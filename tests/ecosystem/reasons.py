@@ -12,7 +12,6 @@ NO_MATMUL = "it takes aten.matmul alone; the encoder's is inside scaled_dot_prod
 NO_RMS_NORM = "it takes aten.rms_norm alone, which no model has"
 VECTORS = "it takes products with one row, conv1d and GRU alone"
 BY_DESIGN = "it has no patterns, by design"
-READERS = "a dynamic tensor with several readers has a dequantize for each here, one for all there"
 GUARD = "there, the guard of .module() reads the model's input dequantized; here the guard is no part of it"
 FLOAT_ZERO_POINTS = (
     "torchao rounds before it adds the zero point, a float here, and then cuts the fraction off"
@@ -27,9 +26,7 @@ REASONS = {
     ("Embedding", "mlp"): FLOAT_ZERO_POINTS, ("Cadence A16Conv", "mlp"): NO_CONVOLUTION,
     ("Cadence A16Conv", "encoder"): NO_CONVOLUTION, ("Cadence A16Matmul", ANY): NO_MATMUL,
     ("Cadence W8A32", ANY): VECTORS, ("Cadence RmsNormNop", ANY): NO_RMS_NORM,
-    ("Cadence Nop", ANY): BY_DESIGN, ("X86Inductor dynamic", ANY): READERS,
-    ("XNNPACK dynamic", "encoder"): READERS, ("XNNPACK dynamic 4-bit", "encoder"): READERS,
-    ("Vulkan dynamic", "encoder"): READERS, ("OpenVINO INT8_SYM", "encoder"): ONE_DIMENSION,
+    ("Cadence Nop", ANY): BY_DESIGN, ("OpenVINO INT8_SYM", "encoder"): ONE_DIMENSION,
     ("OpenVINO INT8_MIXED", "encoder"): ONE_DIMENSION, ("Samsung", ANY): GUARD, ("MediaTek", ANY): GUARD,
     ("NXP", "mlp"): INTEGERS,
 }  # fmt: skip
