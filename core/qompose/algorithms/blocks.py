@@ -30,7 +30,7 @@ from qompose.algorithms.product_inputs import (
 from qompose.algorithms.products import Operands, columns_of
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
-from qompose.program.aliasing import inputs_written, written_values
+from qompose.program.aliasing import written_values
 from qompose.program.decompositions import routed
 from qompose.program.graph import constant_of, copies_of, value_of
 from qompose.program.meta import LEARNED_KEY
@@ -108,7 +108,7 @@ class PartlyRun:
 
     Args:
         graph: the program, which writes to no buffer.
-        inputs: of each batch, one value for each placeholder; copied where the program writes to one.
+        inputs: of each batch, one value for each placeholder. The program may write to them.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Sequence[Any]]) -> None:
@@ -123,8 +123,6 @@ class PartlyRun:
         self._before: dict[Node, Tensor] = {}
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self._values = [dict(zip(placeholders, batch, strict=True)) for batch in inputs]
-        if inputs_written(graph.graph):
-            self._values = [*map(self._held, range(len(inputs)))]
         self._rest = set(self.nodes) - set(placeholders)
 
     def node(self, name: str) -> Node:

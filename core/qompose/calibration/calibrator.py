@@ -42,7 +42,7 @@ from qompose.observers.make_observer import DerivedObserver, observer_nodes, obs
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.methods import check_methods, in_method
-from qompose.program.user_input import check_limit, iterated, run_batch, sparing
+from qompose.program.user_input import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
 
 
@@ -151,20 +151,20 @@ def _calibrated(
     iterator = iterated(batches, "calibrate")
     ranks = _ranks(prepared, timeout)
     kept, start = _resumed(prepared, ranks, resume)
-    share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
+    share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, limit)
     total = share.total(len(batches)) if isinstance(batches, Sized) else limit
-    held: list[tuple[int, Any]] | None = [] if learns(record.plan) else None
+    held = KeptBatches(prepared) if learns(record.plan) else None
     with progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar, _looking(prepared):
         with _all_or_none(prepared, ranks, start) as done:
             task = bar.add_task("calibrating", total=total)
-            for number in _ran(prepared, share.of(iterator, held), transform, kept):
+            for number in _ran(prepared, share.of(iterator), transform, held, start, kept):
                 done.append(number)
                 bar.update(task, completed=number)
         if held is not None:
             with _failing_together(ranks):
                 note = partial(kept.note, prepared) if kept is not None else _nothing
                 exchange = partial(_exchanged, ranks)
-                learn(prepared, held, transform, ranks.rank, exchange, bar, note)
+                learn(prepared, held, ranks.rank, exchange, bar, note)
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"Suspicious calibration statistics:{lines}", QomposeWarning, stacklevel=2)
@@ -228,11 +228,20 @@ def _ran(
     prepared: GraphModule,
     batches: Iterable[tuple[int, Any]],
     transform: Callable[[Any], Any] | None,
+    held: KeptBatches | None,
+    start: int,
     kept: _ResumeFile | None,
 ) -> Iterator[int]:
-    """Run numbered batches, and yield the number of each that went through."""
-    run = sparing(prepared)
+    """Run numbered batches, those behind `start`, and yield the number of each that went through.
+
+    All of them are put into `held`, where there is one.
+    """
+    run = sparing(prepared) if held is None else held
     for number, batch in batches:
+        if number <= start:
+            if held is not None:
+                run_batch(held.keep, batch, transform, number)
+            continue
         run_batch(run, batch, transform, number)
         yield number
         if kept is not None:
@@ -329,30 +338,20 @@ def _check_unused(**options: object) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """Which batches are run here: one of `count`, from that number `start` on, of at most `limit`."""
+    """Which batches belong here: one of `count`, of at most `limit`."""
 
     count: int
     rank: int
-    start: int
     limit: int | None
 
     def total(self, length: int) -> int:
         return length if self.limit is None else min(length, self.limit)
 
-    def of(
-        self, iterator: Iterator[Any], held: list[tuple[int, Any]] | None
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the batches with their numbers, from 1 on, in the whole of them.
-
-        Args:
-            held: where there is one, they are put there, with those before `start`.
-        """
+    def of(self, iterator: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the batches with their numbers, from 1 on, in the whole of them."""
         for number, batch in enumerate(islice(iterator, self.limit), start=1):
             if (number - 1) % self.count == self.rank:
-                if held is not None:
-                    held.append((number, batch))
-                if number > self.start:
-                    yield number, batch
+                yield number, batch
 
 
 @contextmanager

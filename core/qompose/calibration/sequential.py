@@ -9,7 +9,7 @@ held at a time is what the operators behind still read of each batch, and what i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ from qompose.program.graph import (
     module_stack,
 )
 from qompose.program.meta import META_KEY
-from qompose.program.user_input import binder, run_batch
+from qompose.program.user_input import KeptBatches
 from qompose.spec.qdq import integers_of, values_of_integers
 
 
@@ -144,8 +144,7 @@ class _Unit:
 
 def learn(
     prepared: GraphModule,
-    batches: Iterable[tuple[int, Any]],
-    transform: Callable[[Any], Any] | None,
+    batches: KeptBatches,
     rank: int,
     exchange: Exchange,
     bar: Progress,
@@ -154,13 +153,13 @@ def learn(
     """Let algorithms learn of a calibrated program, in place, what they have not learned yet.
 
     Args:
-        batches: those of this process, with their numbers.
+        batches: those of this process, which are taken.
         rank: which of the processes this is.
         exchange: gives something to the other processes, and returns what each gave, by rank.
         note: called whenever there is more to be kept.
 
     Raises:
-        CalibrationError: the program writes in place, or a batch does not fit it; another process failed.
+        CalibrationError: the program writes to its buffers; another process failed.
         UncalibratedError: as for `convert_pt2e`.
         MemberError: an algorithm raised an error of its own.
     """
@@ -173,13 +172,12 @@ def learn(
             f"({', '.join(written)}), so the result for a batch depends on earlier batches. "
             f"Remove {words} from algorithms="
         )
-    bind = binder(prepared)
-    given = [run_batch(bind, batch, transform, number) for number, batch in batches]
     found, draft = draft_of(prepared)
     said, algorithms = len(found.refused), algorithms_of(plan.claims)
-    sides = PartlyRun(prepared, given), PartlyRun(draft, given)
-    walk = _Walk(found, algorithms, *sides, len(given), rank, exchange)
-    del given
+    exact, quantized = batches.take()
+    sides = PartlyRun(prepared, exact), PartlyRun(draft, quantized)
+    walk = _Walk(found, algorithms, *sides, len(exact), rank, exchange)
+    del exact, quantized
     units = walk.units(list(walk.asked()))
     before = learned_of(prepared) or Learned()
     known = {weight.path: weight for weight in before.weights}

@@ -41,7 +41,7 @@ from qompose.program.aliasing import written_values
 from qompose.program.control_flow import graphs_in, nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of, reached
 from qompose.program.stepping import Given, repeatable, run_call, steps
-from qompose.program.user_input import binder, check_limit, iterated, run_batch
+from qompose.program.user_input import check_limit, input_check, iterated, run_batch
 from qompose.spec.qparams import decibels
 from qompose.training.qat_conv_bn import deployment_form
 
@@ -221,7 +221,7 @@ def measured(
     places, measure = _places(program, tensors), measure_of(prepared, metric)
     costs: dict[Any, Cost] = {key: Cost() for key in places}
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
-    bind, count = binder(prepared), 0
+    bind, count = input_check(prepared), 0
     for count, batch in enumerate(inputs, start=1):
         run = run_batch(
             lambda *a, **k: program.in_float(bind(*a, **k)), batch, transform, count, "batch"

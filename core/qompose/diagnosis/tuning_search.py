@@ -37,7 +37,7 @@ from qompose.diagnosis.tuning_trials import (
     territory,
 )
 from qompose.errors import TuningError, UserError
-from qompose.program.user_input import check_limit, check_several
+from qompose.program.user_input import arguments_kept, check_limit, check_several, run_batch
 from qompose.quantizer.composition import QuantizerLike, as_quantizer
 from qompose.spec.quantization_spec import QuantizationConfig
 
@@ -105,8 +105,11 @@ def tune(
         )
     check_several(data, "tune")
     quantizer = as_quantizer(quantizer)
-    batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
-    task = Task(model, quantizer, batches, metric, transform, limit, target)
+    if isinstance(data, Iterator):
+        numbered = enumerate(islice(data, limit), start=1)
+        data = [run_batch(arguments_kept, batch, transform, number) for number, batch in numbered]
+        transform = None
+    task = Task(model, quantizer, data, metric, transform, limit, target)
     evaluator = Evaluator(task)
     with progress_bar(on_terminal(progress)) as bar:
         if choices is not None:

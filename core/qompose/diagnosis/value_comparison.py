@@ -394,7 +394,7 @@ class _Whole:
         self._values: Values | None = None
         if side.graph is not None:  # calling it would let observers look
             self._values = Values(Instance.of(side.graph), {}, {})
-            self._bind = binder(side.graph, carried=True)
+            self._bind = binder(side.graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         if self._values is None:
@@ -480,7 +480,7 @@ class Lockstep:
             )
         made = (self._reference, self._free, self._own, self._simulated)
         self._all = [
-            (values, binder(program, carried=True))
+            (values, binder(program))
             for values, program in zip([v for v in made if v is not None], programs, strict=True)
         ]
 

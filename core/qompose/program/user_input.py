@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
@@ -225,7 +226,9 @@ def _sparse_in(batch: Any) -> torch.layout | None:
 
 def _check_parameters(call: object, error: CalibrationError) -> None:
     """Name parameters of a program that hold NaN, which no batch is to blame for."""
-    state = call.named_parameters() if isinstance(call, nn.Module) else ()
+    graph = getattr(call, "graph", None)
+    program = None if graph is None else graph.owning_module
+    state = () if program is None else program.named_parameters()
     names = [name for name, value in state if bool(value.isnan().any())]
     if names:
         raise CalibrationError(
@@ -294,30 +297,24 @@ def sparing(program: GraphModule) -> Callable[..., Any]:
     A tensor that comes again, such as a cache that goes from batch to batch, is then what the program has
     made of its copy, as in a loop over the program itself; unless somebody else has written to it since.
     """
-    return _on_copies(program, program, carried=True)
+    return _on_copies(program, program)
 
 
-def _on_copies(program: GraphModule, run: GraphModule, *, carried: bool) -> Callable[..., Any]:
+def _on_copies(program: GraphModule, run: GraphModule) -> Callable[..., Any]:
     """Return `run`, which takes the inputs of a program; on copies of them, if the program writes to some."""
-    if not inputs_written(program.graph):
-        return run
-    return _OnCopies(run, _Carried(program) if carried else _anew)
+    return _OnCopies(run, _Carried(program)) if inputs_written(program.graph) else run
 
 
 class _OnCopies:
-    """Runs a program on copies of its inputs, by what `copied` returns for those of a call."""
+    """Runs a program on copies of its inputs."""
 
-    def __init__(self, run: GraphModule, copied: Callable[..., Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, run: GraphModule, copied: _Carried) -> None:
         self._run, self.graph = run, run.graph
         self._copied = copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = pytree.tree_map_only(Tensor, self._copied(*args, **kwargs), (args, kwargs))
         return self._run(*copies[0], **copies[1])
-
-
-def _anew(*args: Any, **kwargs: Any) -> Callable[[Tensor], Tensor]:
-    return Tensor.clone
 
 
 class _Carried:
@@ -348,17 +345,22 @@ class _Carried:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A copy of a memory, and the version that the memory had: who writes to it raises that."""
+    """A copy of a memory, with the version that the memory had and a checksum of what was in it.
+
+    Torch counts versions when something is written, though it be the same; numpy and `.data` do not count.
+    """
 
     source: StorageWeakRef
     copy: UntypedStorage
     version: int | None
+    checksum: int
 
     @staticmethod
     def of(value: Tensor) -> _Kept:
         memory = value.untyped_storage()
         version = None if value.is_inference() else value._version
-        return _Kept(StorageWeakRef(memory), memory.clone(), version)  # type: ignore[no-untyped-call]
+        copied = memory.clone()  # type: ignore[no-untyped-call]
+        return _Kept(StorageWeakRef(memory), copied, version, _checksum(memory))  # type: ignore[no-untyped-call]
 
     def holds(self, value: Tensor) -> bool:
         """Tell whether a memory is as it was.
@@ -371,18 +373,56 @@ class _Kept:
                 "the program writes to a tensor that was made in torch.inference_mode and comes again, "
                 "perhaps reset. Make it outside, or pass copies of it"
             )
-        return self.version == value._version
+        unchanged = self.checksum == _checksum(value.untyped_storage())
+        return unchanged and self.version == value._version
 
 
-def binder(program: GraphModule, *, carried: bool = False) -> Callable[..., list[Any]]:
+def _checksum(memory: UntypedStorage) -> int:
+    seen = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    return zlib.crc32(seen.cpu().numpy().data)
+
+
+def binder(program: GraphModule) -> Callable[..., list[Any]]:
     """Return what takes a program's arguments and returns the value of each of its placeholders.
 
-    Those are copies, if the program writes to its inputs.
-
-    Args:
-        carried: whether a tensor that comes again is what the program has made of its copy (`sparing`).
+    Those are copies, as `sparing` makes them, if the program writes to its inputs.
     """
-    return _on_copies(program, input_check(program), carried=carried)
+    return _on_copies(program, input_check(program))
+
+
+def arguments_kept(*args: Any, **kwargs: Any) -> Any:
+    """Return arguments, of one kind alone, as a batch whose tensors have memory of their own.
+
+    Whoever gave them may fill their memory with the next batch.
+    """
+    return pytree.tree_map_only(Tensor, Tensor.clone, kwargs or args)
+
+
+class KeptBatches:
+    """Runs a program as `sparing` does, and keeps what it was given, in memory of its own."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self.graph = program.graph
+        self._run, self._bound = sparing(program), input_check(program)
+        self._inputs: list[Sequence[Any]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep a batch, and run it."""
+        self.keep(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def keep(self, *args: Any, **kwargs: Any) -> None:
+        """Keep a batch that need not be run."""
+        self._inputs.append(arguments_kept(*self._bound(*args, **kwargs)))
+
+    def take(self) -> tuple[list[Sequence[Any]], list[Sequence[Any]]]:
+        """Let go of all batches, and return the values of placeholders twice, for two forms of the program.
+
+        Where it writes to its inputs each form has its own.
+        """
+        given, self._inputs = self._inputs, []
+        written = inputs_written(self.graph)
+        return given, [arguments_kept(*batch) for batch in given] if written else given
 
 
 def input_check(program: GraphModule) -> GraphModule:

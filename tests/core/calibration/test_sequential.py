@@ -26,6 +26,7 @@ from qompose.algorithms import (
     set_scales,
     weight_group,
 )
+from qompose.algorithms.blocks import learned_of
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Part
 from qompose.errors import CalibrationError, MemberError, StatisticsError, UnlearnedError
@@ -355,6 +356,18 @@ def test_inputs_that_are_written_are_read_by_both_programs_as_they_were_given() 
     expected, found = integers(added), integers(written)
     assert len(expected) == 2
     assert all(map(torch.equal, found.values(), expected.values()))
+
+
+def test_memory_of_a_batch_may_be_filled_with_the_next() -> None:
+    """As loaders do that pin memory once, and transforms that write into a buffer."""
+    expected, refilled = (observed(net(1), SEQUENTIAL) for _ in range(2))
+    loaded, transformed = torch.empty(2, 16, 24)
+    qompose.calibrate(expected, batches())
+    qompose.calibrate(refilled, map(loaded.copy_, batches()), transform=transformed.copy_)
+    wanted, found = (learned_of(prepared) for prepared in (expected, refilled))
+    assert wanted is not None and found is not None and len(wanted.weights) == 3
+    for one, other in zip(wanted.weights, found.weights, strict=True):
+        assert torch.equal(one.integers, other.integers)
 
 
 def test_the_bar_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,6 +307,14 @@ def test_limits_that_are_none(limit: Any) -> None:
         tuned(data=iter([X]), limit=limit)
 
 
+def test_an_iterator_may_fill_one_memory_with_all_batches() -> None:
+    """All of them are kept, though what was given holds the last alone."""
+    memory, given = torch.empty_like(X), [X, 0.1 * X]
+    expected = tuned(data=given, transform=torch.neg, drop=1e6).score
+    found = tuned(data=map(memory.copy_, given), transform=torch.neg, drop=1e6)
+    assert found.score == expected
+
+
 def test_single_batches_and_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="tune"):
         tuned(data=X)
