@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, final, overload
 
 import torch._inductor
@@ -517,23 +518,47 @@ def _traced(
     # The graph and its parameters are nobody else's: to look at each on every call, a decoder's hundreds,
     # would take a sixth of the time of a token.
     guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    run = torch.compile(flat, options={**options, **guards})
+    run = torch.compile(  # type: ignore[call-overload]  # torch's overloads omit the limit (2.13)
+        _calling(flat), options={**options, **guards}, recompile_limit=_VARIANTS
+    )
     # Made once: making one takes longer than a call of a small model.
     patched = torch._inductor.config.patch(dict(settings))
     # Without this Dynamo cuts a graph where a size depends on values, and fails on sizes that it has noted.
     captures = dict.fromkeys(_CAPTURES, True) if _sizes_depend_on_values(flat) else {}
-    whole = torch._dynamo.config.patch(captures) if captures else nullcontext()
+    captured = torch._dynamo.config.patch(captures) if captures else nullcontext()
 
     def call(*values: Any) -> Any:
         # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
         # torch.compile reach only what comes behind it (torch 2.13).
-        with torch.no_grad(), patched, whole:
+        with torch.no_grad(), patched, captured:
             return run(*values)
 
     return call
 
 
 _CAPTURES: Final = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+_VARIANTS: Final = 64
+"""How often a program is compiled at most: three dimensions that are 0, 1 or more take 27, and as many for
+tensors of inference mode. Dynamo's own limit is 8, beyond which it runs a program uncompiled.
+"""
+
+
+def _calling(flat: GraphModule) -> Callable[..., Any]:
+    """Return a function that calls a program and has a code object of its own.
+
+    Dynamo keeps compiled code by code object, and calls all modules by one. Without guards on modules, a
+    program would be given the code of another with inputs of the same sizes.
+    """
+    _ = (
+        flat.code
+    )  # writes its code, if that waits for the first call: Dynamo traces nothing that waits
+
+    def whole(*values: Any) -> Any:
+        return flat.forward(*values)
+
+    return FunctionType(
+        whole.__code__.replace(), whole.__globals__, whole.__name__, None, whole.__closure__
+    )
 
 
 def _sizes_depend_on_values(graph: GraphModule) -> bool:

@@ -100,10 +100,49 @@ def test_no_call_looks_at_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     program = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=({0: torch.export.Dim("n")},))
     qompose.compile_lowered(qompose.lower(convert(program, toy(LINEAR), X)))
     (graph,) = graphs
-    (entry,) = _debug_get_cache_entry_list(type(graph).forward.__code__)
+    (entry,) = _debug_get_cache_entry_list(graph.__code__)
     guards = str(entry.guard_manager)
-    assert "L['input']" in guards
+    assert "L['values'][0]" in guards
     assert "_parameters" not in guards and "_buffers" not in guards
+
+
+def test_programs_of_the_same_sizes_have_code_of_their_own() -> None:
+    """One of another's was taken for a size that the other was compiled for when it was first called."""
+    rows, x = torch.export.Dim("rows"), randn(1, 2)
+    models = [
+        qompose.lower(
+            convert(
+                export(seeded(nn.Linear(2, 2), seed), X[:, :2], dynamic_shapes=({0: rows},)),
+                toy(LINEAR),
+                X[:, :2],
+            )
+        )
+        for seed in (0, 1)
+    ]
+    for compiled, model in [(qompose.compile_lowered(model), model) for model in models]:
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_all_combinations_of_no_one_and_more_rows_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond its own limit of eight Dynamo runs a program uncompiled, and says so in a log alone."""
+    compiling = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda f, **how: compiling(f, backend="eager", recompile_limit=how["recompile_limit"]),
+    )
+    sizes, x = {0: torch.export.Dim("rows"), 1: torch.export.Dim("columns")}, randn(3, 4, 2)
+    program = export(seeded(nn.Linear(2, 2)), x, dynamic_shapes=(sizes,))
+    compiled = qompose.compile_lowered(qompose.lower(convert(program, toy(LINEAR), x)))
+    shapes = [(rows, columns) for rows in (0, 1, 5) for columns in (0, 1, 6)]
+    for shape in shapes:
+        compiled(torch.zeros(*shape, 2))
+    with torch.inference_mode():
+        x = torch.zeros(7, 8, 2)
+    compiled(x)
+    assert counters["stats"]["unique_graphs"] == len(shapes) + 1
 
 
 def test_no_call_of_fixed_sizes_is_looked_at_by_torch_compile(
