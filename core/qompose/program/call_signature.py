@@ -9,6 +9,7 @@ compute something else without a word.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,14 +111,54 @@ class CheckedCalls(_PyTreeCodeGen):
     def additional_globals(self) -> list[tuple[str, Any]]:
         return [
             *super().additional_globals(),
+            ("Mapping", Mapping),
             ("require_input", require_input),
             ("require_dtype", require_dtype),
+            ("require_nest", require_nest),
         ]
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         bindings = super().gen_var_bindings(fn_args, free_vars, expanded_def)
         names = [variable.split(":")[0].split("#")[0].strip() for variable in free_vars]
-        return "\n    ".join([bindings, *self.checks.lines([n for n in names if n != "self"])])
+        annotations, _, flattening = bindings.rpartition("\n    ")
+        checks = self.checks.lines([n for n in names if n != "self"])
+        lines = [annotations, *_nests(self.pytree_info), flattening, *checks]
+        return "\n    ".join(lines)
+
+
+def _nests(info: _PyTreeInfo) -> Iterator[str]:
+    """Yield Python statements that check how arguments are nested: torch's code skips what is too much."""
+    spec = info.in_spec
+    with_keywords = spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict
+    specs = [
+        (f"self._in_spec.child({part}).child({place})", spec)
+        for part, arguments in enumerate(spec.children() if with_keywords else ())
+        for place, spec in enumerate(arguments.children())
+    ]
+    for name, (where, spec) in zip(info.orig_args, specs, strict=False):
+        yield from _nest(name, where, spec)
+
+
+def _nest(name: str, where: str, spec: pytree.TreeSpec) -> Iterator[str]:
+    """Yield statements for one argument, or a part of it, by the Python of its value and of its structure."""
+    if spec.is_leaf():
+        return
+    count = spec.num_children
+    if spec.type in (list, tuple, namedtuple):
+        parts: Sequence[Any] = range(count)
+        holds = f"isinstance({name}, (list, tuple)) and len({name}) == {count}"
+        wanted = f"a list or tuple of {count}"
+    elif spec.type is dict and all(type(key) in (str, int) for key in spec.context):
+        parts = spec.context
+        keys = [f"{key!r} in {name}" for key in parts]
+        holds = " and ".join([f"isinstance({name}, Mapping)", f"len({name}) == {count}", *keys])
+        wanted = f"a dict of {', '.join(map(repr, parts)) or 'nothing'}"
+    else:
+        parts, holds = (), f"pytree.tree_structure({name}) == {where}"
+        wanted = f"a {spec.type.__name__} as in the example inputs"
+    yield f"require_nest({holds}, {name}, {name!r}, {wanted!r})"
+    for place, part in enumerate(parts):
+        yield from _nest(f"{name}[{part!r}]", f"{where}.child({place})", spec.child(place))
 
 
 def check_calls(module: GraphModule) -> GraphModule:
@@ -301,6 +342,22 @@ def require_dtype(holds: bool, value: object, name: str, dtype: torch.dtype) -> 
     if isinstance(value, Tensor) and value.layout is not torch.strided:
         given, remedy = f"a {value.layout} tensor", f"Pass {name}.to_dense()"
     raise InputError(name, given, f"a {dtype} tensor", remedy)
+
+
+def require_nest(holds: bool, value: object, name: str, wanted: str) -> None:
+    """Raise an error where an argument is nested otherwise; else as `require_input`.
+
+    Raises:
+        InputError: it is.
+    """
+    if holds or isinstance(value, Proxy):
+        return
+    given = _described(value)
+    if isinstance(value, (list, tuple)):
+        given = f"a {type(value).__name__} of {len(value)}"
+    elif isinstance(value, Mapping):
+        given = f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
+    raise InputError(name, given, wanted, "Nest it as the example inputs are")
 
 
 def _described(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque, namedtuple
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,12 @@ WRONG = {  # the inputs, and the one that is named
     "no number": ((X, {"a": A}, None, 0.5), "times"),
     "a tensor for a number": ((X, {"a": A}, torch.tensor(3), 0.5), "times"),
     "not a number": ((X, {"a": A}, 3, float("nan")), "base"),
+    "no factor": ((X, {}, 3, 0.5), "factors"),
+    "another factor": ((X, {"b": A}, 3, 0.5), "factors"),
+    "a factor too many": ((X, {"a": A, "b": A}, 3, 0.5), "factors"),
+    "a list for a dict": ((X, [A], 3, 0.5), "factors"),
+    "a tensor for a dict": ((X, A, 3, 0.5), "factors"),
+    "nothing for a dict": ((X, None, 3, 0.5), "factors"),
 }
 
 
@@ -116,6 +123,40 @@ def test_other_inputs_are_refused_at_every_stage(stage: Any, inputs: Any, name: 
 def test_sizes_that_may_vary_do(stage: Any, rows: int) -> None:
     x, a = randn(rows, 2, 3), randn(rows, 4)
     assert stage(x, {"a": a}, 3, 0.5).shape == (rows, 4)
+
+
+Pair = namedtuple("Pair", "x y")
+NESTED = Model(lambda m, parts, more: parts[0] + parts[1][0] + more["y"].x + more[2][0])
+PARTS, MORE = (X, [X]), {"y": Pair(X, X), 2: deque([X])}
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "name"),
+    [
+        ((X,), MORE, "parts"),
+        ((X, [X], X), MORE, "parts"),
+        ((X, []), MORE, "parts[1]"),
+        ((X, X), MORE, "parts[1]"),
+        (PARTS, {**MORE, 3: X}, "more"),
+        (PARTS, {**MORE, "y": X}, "more['y']"),
+        (PARTS, {**MORE, 2: [X]}, "more[2]"),
+        (PARTS, {**MORE, 2: deque()}, "more[2]"),
+    ],
+)
+def test_arguments_that_are_nested_otherwise_are_refused(parts: Any, more: Any, name: str) -> None:
+    model = nested()
+    with pytest.raises(InputError) as refused:
+        model(parts, more)
+    assert refused.value.name == name
+
+
+def test_lists_and_tuples_are_one() -> None:
+    assert torch.equal(nested()([X, (X,)], {2: deque([X]), "y": (X, X)}), 4 * X)
+
+
+@cache
+def nested() -> GraphModule:
+    return prepared(torch.export.export(NESTED, (PARTS, MORE)))
 
 
 def test_compare_names_the_batch() -> None:
