@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from qompose_onnx import branches, sizes
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.places import bare, calls_of, place_of
+from qompose_onnx.refusals import why_not_exported
 from qompose_onnx.shifts import SHIFTS, by_numbers
 from qompose_onnx.translations import TRANSLATIONS
 
@@ -41,7 +42,6 @@ BIT_SHIFTS: Final = (
     *("__lshift__", "__ilshift__", "bitwise_left_shift", "bitwise_left_shift_"),
     *("__rshift__", "__irshift__", "bitwise_right_shift", "bitwise_right_shift_"),
 )
-REMEDY: Final = "Rewrite that part of the model with operators that ONNX supports"
 
 
 def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, ExportedProgram]:
@@ -68,7 +68,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
                 custom_translation_table={**TRANSLATIONS, **SHIFTS},
             )
         except Exception as error:  # passes of onnxscript have errors of their own
-            raise ONNXTargetError(_why(error, program)) from error
+            raise ONNXTargetError(why_not_exported(error, program)) from error
         assert (
             made is not None and made.exported_program is not None
         )  # without a file, it is returned
@@ -156,7 +156,7 @@ def _check_operators(program: ExportedProgram) -> None:
                 f"{place_of(node)}: DynamicQuantizeLinear computes uint8 in [0, 255], not "
                 f"{list(node.args[1:3])}. Choose a dynamic configuration with full-range uint8"
             )
-        if _bare(str(target)) in BIT_SHIFTS and target not in SHIFTS:
+        if bare(str(target)) in BIT_SHIFTS and target not in SHIFTS:
             raise ONNXTargetError(
                 f"{place_of(node)}: ONNX runtimes disagree on bit shifts by a tensor. Shift by a "
                 "Python int (not in place), or multiply or divide by a power of two"
@@ -173,72 +173,6 @@ def _check_writes(program: ExportedProgram) -> None:
             "modify its state or inputs. Make the model take these tensors as inputs and return "
             "their new values"
         )
-
-
-def _why(error: Exception, program: ExportedProgram) -> str:
-    """Return the message for what torch's exporter says: which operator is lacking, and where it is."""
-    said = [str(cause) for cause in _causes(error)]
-    for text in said:
-        for name in re.findall(r"No ONNX function found for <OpOverload\(op='([^']+)'", text):
-            # The exporter names what it decomposed a call to: prims.lgamma of aten.lgamma.
-            places = [place_of(n) for n in calls_of(program) if _bare(_named(n)) == _bare(name)]
-            where = ", ".join(places[:4]) or name
-            return f"ONNX has no operator for {where}. {REMEDY}"
-    place = _failed_at(said, program)
-    if place and any("No ONNX function found" in text for text in said):
-        return f"ONNX has no operator for {place}. {REMEDY}"
-    first = next(
-        (line for text in reversed(said) for line in text.splitlines() if line.strip()), ""
-    )
-    where = f" at {place}" if place else ""
-    return f"torch.onnx.export cannot export this graph{where}: {first.rstrip('. :')}. {REMEDY}"
-
-
-def _failed_at(said: list[str], program: ExportedProgram) -> str:
-    """Return where torch's exporter failed: a node that it was translating, or a line of the model's source.
-
-    While it decomposes a graph it names nodes anew, but tells the line of the model that made one.
-    """
-    nodes = {node.name: node for node in calls_of(program)}
-    for text in said:
-        for name in re.findall(r"translating node %(\w+)", text):
-            if name in nodes:
-                return place_of(nodes[name])
-        for file, line, code in re.findall(r'File "([^"]+)", line (\d+), in \w+\n +(.+)', text)[
-            -1:
-        ]:
-            return f"{file}:{line} ({code.strip()})"
-    return ""
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def calls_of(program: ExportedProgram) -> Iterator[Node]:
-    """Yield the calls of a program, those of branches too."""
-    for part in program.graph_module.modules():
-        if isinstance(part, GraphModule):
-            yield from (node for node in part.graph.nodes if node.op == "call_function")
-
-
-def _named(node: Node) -> str:
-    return str(node.target).removesuffix(".default")
-
-
-def _bare(name: str) -> str:
-    """Return "add" of "aten.add.Tensor"; what is no operator, such as `getitem`, has no dots."""
-    return [*name.split("."), name][1]
-
-
-def place_of(node: Node) -> str:
-    """Return a node's name, operator and module."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed([str(entry[0]) for entry in stack.values()]), "")
-    inside = f" in {path}" if path else ""
-    return f"{node.name} ({_named(node)}{inside})"
 
 
 @contextmanager
