@@ -101,10 +101,12 @@ def test_a_processor_whose_sums_saturate_is_named_with_the_remedy(
 ) -> None:
     pytest.importorskip(runtime)
     monkeypatch.setattr(machine, "sums_are_exact_here", lambda: False)
+    monkeypatch.setattr(saturation, "sums_are_exact", lambda _: False)
     given: Any = {"example_inputs": X, "calibration": [X], "target": runtime, "backends": [name]}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", RequirementWarning)
         result = qompose.quantize(nn.Linear(64, 16), **given)
+        result.model(*X)
     needed = result.converted.meta["qompose"].requirements["onnx"]["isa"]
     assert ["bits=7" in str(w.message) for w in said] == [True] * (needed == "vnni")
     assert needed == "any" or name != "onnx:static int7"
@@ -114,11 +116,12 @@ def test_a_processor_whose_sums_saturate_is_named_with_the_remedy(
     ("settings", "runtime", "is_told"),
     [
         (config(tensorrt=True), "openvino", True),
+        (config(tensorrt=True), "onnxruntime", False),
         (config(is_dynamic=True, bits=8), "onnxruntime", True),
         (config(tensorrt=True, bits=7), "onnxruntime", False),
         (config(weight_only=True), "onnxruntime", False),
     ],
-    ids=["tensorrt", "dynamic", "seven bits", "weights alone"],
+    ids=["tensorrt", "tensorrt in float", "dynamic", "seven bits", "weights alone"],
 )
 def test_a_file_warns_when_it_is_called_where_its_sums_saturate(
     monkeypatch: pytest.MonkeyPatch,

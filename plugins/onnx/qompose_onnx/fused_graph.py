@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from qompose_onnx.errors import ONNXTargetError
-from qompose_onnx.names import WEIGHT_ONLY
+from qompose_onnx.names import ONNXRUNTIME, OPENVINO, WEIGHT_ONLY
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
 FUSED: Final = frozenset(
@@ -30,6 +30,7 @@ PRODUCTS: Final = frozenset({"Conv", "MatMul", "Gemm", "FusedMatMul", "FusedGemm
 _FLOATS: Final = frozenset(
     {"DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", WEIGHT_ONLY}
 )
+_OPENVINO_PRODUCTS: Final = ("Convolution", "Deconvolution", "FullyConnected", "MatMul")
 SUBGRAPH: Final = "Subgraph"
 COMPRESSED: Final = " of compressed weights"
 _EIGHT_BITS: Final = ("u8", "i8")
@@ -52,6 +53,16 @@ class Executed:
 
     by_node: Mapping[str, Sequence[tuple[str, bool]]]
     counts: Mapping[str, int]
+
+
+def is_fused(name: str) -> bool:
+    """Tell whether an operator is one of ONNX Runtime's that compute with integers."""
+    return name in FUSED or name.startswith("QLinear")
+
+
+def multiplies_integers(name: str, *, reads: bool) -> bool:
+    """Tell whether a runtime computes a product in integers, by what is left of it (`Executed.by_node`)."""
+    return is_fused(name) or (reads and name in _OPENVINO_PRODUCTS)
 
 
 def in_onnx_runtime(path: Path, origins: Mapping[str, str]) -> tuple[Session, Executed]:
@@ -164,6 +175,13 @@ def _integers(graph: onnx.GraphProto) -> set[str]:
         if made or carried:
             found.update(node.output)
     return found
+
+
+READERS: Final[Mapping[str, Callable[..., tuple[Session, Executed]]]] = {
+    ONNXRUNTIME: in_onnx_runtime,
+    OPENVINO: in_openvino,
+}
+"""By the name of a package."""
 
 
 def origins_of(model: ir.Model) -> dict[str, str]:

@@ -19,12 +19,12 @@ from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
     COMPRESSED,
     CONVERSIONS,
-    FUSED,
     PRODUCTS,
     SUBGRAPH,
     Executed,
     in_onnx_runtime,
     in_openvino,
+    is_fused,
     origins_of,
 )
 from qompose_onnx.names import (
@@ -118,7 +118,7 @@ def _loaded(
             session, found = load(path, origins)
         except ONNXRefusalError as error:
             raise placed(error, origins, made.exported) from error.__cause__
-    made.program.use(session)
+    made.program.use(session, found)
     return _finished(made, found, session.runtime, kernel)
 
 
@@ -168,7 +168,7 @@ _IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
 def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
     """Return the kernel of the operators that are left of a region, None where they compute in float."""
     for name, _ in own:
-        if name in FUSED or name.startswith("QLinear"):
+        if is_fused(name):
             return name
     if own and all(name == SUBGRAPH for name, _ in own):
         return OPENVINO_LOOP

@@ -15,10 +15,13 @@ import torch
 from qompose.backend import CallInterface, draft_of
 
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
+from qompose_onnx.machine import objection
 from qompose_onnx.runtimes import SESSIONS, Session, missing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from qompose_onnx.fused_graph import Executed
 
 LARGEST: Final = 2**31 - 2**20
 """Bytes of constants that fit into one file, whose limit protobuf sets."""
@@ -42,6 +45,7 @@ class ONNXProgram:
         self.interface = CallInterface.from_dict(json.loads(model.metadata_props[INTERFACE]))
         self.meta: dict[str, Any] = {}
         self._session: Session | None = None
+        self._executed: Executed | None = None
         self._is_called = False
 
     @classmethod
@@ -140,9 +144,9 @@ class ONNXProgram:
                 self._session = _loaded(path, self.runtime)
         return self._session
 
-    def use(self, session: Session) -> None:
-        """Let calls run in a session that has this program."""
-        self._session = session
+    def use(self, session: Session, executed: Executed) -> None:
+        """Let calls run in a session that has this program and executes these operators."""
+        self._session, self._executed = session, executed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program; it takes and returns what the exported module does, on processors.
@@ -170,12 +174,28 @@ class ONNXProgram:
         )
 
     def _warn(self, session: Session) -> None:
-        """Warn of wrong numbers, by what the file holds: it may be for another device or machine."""
+        """Warn of wrong numbers, once: the file may be for another device or machine."""
         if not self._is_called:
             from qompose_onnx.saturation import warn_where_sums_saturate
 
-            warn_where_sums_saturate(self.model, session)
+            if not self._was_told_of():
+                warn_where_sums_saturate(self.model, session, lambda: self._read_from(session))
             self._is_called = True
+
+    def _was_told_of(self) -> bool:
+        """Tell whether `qompose.lower` has warned of this processor, as it does for a runtime."""
+        record = self.meta.get("qompose")
+        asked = record.requirements.values() if record is not None and self.runtime else ()
+        return any(map(objection, asked))
+
+    def _read_from(self, session: Session) -> Executed:
+        """Return what a runtime executes; of a program that was not lowered here, it is read now."""
+        if self._executed is None:
+            from qompose_onnx.fused_graph import READERS, origins_of
+
+            with self.written() as path:
+                _, self._executed = READERS[session.package](path, origins_of(self.model))
+        return self._executed
 
     def __repr__(self) -> str:
         takes = ", ".join(a.name for a in self.interface.arguments if not a.is_fixed)
