@@ -16,6 +16,7 @@ from qompose.backend import CallInterface, draft_of
 
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from qompose_onnx.machine import objection
+from qompose_onnx.names import OPENVINO
 from qompose_onnx.runtimes import SESSIONS, Session, missing
 
 if TYPE_CHECKING:
@@ -213,6 +214,10 @@ def _loaded(path: Path, runtime: str) -> Session:
     known = [runtime] if runtime else [*SESSIONS]
     for name in known:
         if missing(name) is None:
+            if name == OPENVINO:
+                from qompose_onnx.concatenations import settle_file
+
+                settle_file(path)
             return SESSIONS[name](path)
     raise ONNXTargetError(
         f"calling the program requires a runtime: {missing(known[0])}. It can be saved without one"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Concatenations of int8 in OpenVINO, which computes them wrongly where convolutions read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import qompose
+import torch
+from qompose.backend import load_backend
+from qompose_onnx import ONNXProgram, get_onnx_quantization_config as config
+from torch import Tensor, nn
+
+from tests.onnx.models import sqnr
+
+pytest.importorskip("openvino")
+
+X = (torch.linspace(-1, 1, 64).reshape(2, 2, 4, 4), torch.linspace(-2, 0.5, 64).reshape(2, 2, 4, 4))
+
+
+class Joined(nn.Module):
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.out, self.factor = nn.Conv2d(4, 4, 3, padding=1), factor
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([x, y], 1)
+        return self.out(both if self.factor == 1 else both * self.factor)
+
+
+def _made(model: nn.Module, target: str) -> tuple[ONNXProgram, Tensor]:
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config("int8", bits=7))
+    result = qompose.quantize(
+        model.eval(), X, backends=quantizer, calibration=[X], target=target, progress=False
+    )
+    with torch.no_grad():
+        return result.model, result.converted(*X)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_openvino_computes_what_the_converted_model_does(factor: float) -> None:
+    program, wanted = _made(Joined(factor), "openvino")
+    assert sqnr(wanted, program(*X)) > 45
+
+
+def test_a_file_for_others_is_read_unsigned_and_stays_as_it_is(tmp_path: Path) -> None:
+    """Arm and TensorRT want int8."""
+    made, wanted = _made(Joined(), "onnx")
+    program = ONNXProgram.read(made.save(tmp_path / "model.onnx"), "openvino")
+    assert sqnr(wanted, program(*X)) > 45
+    written = {node.name for node in program.model.graph if node.op_type == "QuantizeLinear"}
+    assert not any("uint8" in str(name) for name in written)
