@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -146,11 +146,6 @@ class GPTQ(Algorithm):
         size: object = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"GPTQ option block_size must be a positive integer, got {size!r}")
-
-    def __str__(self) -> str:
-        given = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        options = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in given)
-        return f"{self.word} with {options}" if options else self.word
 
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
 from importlib_metadata import EntryPoint
@@ -91,13 +91,24 @@ class Algorithm:
     it wants is not kept. A subclass with options is best a frozen dataclass: two configurations ask for the
     same algorithm if the objects are equal.
 
+    Lines of the report begin with its word and those options, which tell what was learned by it from what an
+    algorithm with others has learned.
+
     Attributes:
-        word: by which configurations ask for it, in `algorithms=`, and which lines of the report begin with.
+        word: by which configurations ask for it, in `algorithms=`.
         needs_data: whether it changes nothing without calibration data. What `learns` need not say so.
     """
 
     word: ClassVar[str] = ""
     needs_data: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        """Return its word, and what fields of a dataclass hold that are compared and have other defaults."""
+        one: Any = self
+        known = fields(one) if is_dataclass(one) else ()
+        given = [f for f in known if f.compare and getattr(self, f.name) != f.default]
+        options = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in given)
+        return f"{self.word} with {options}" if options else self.word
 
     def is_asked(self, claim: Claim) -> bool:
         """Tell whether a claim asks for it, by its word or as an equal object."""

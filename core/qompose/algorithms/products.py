@@ -148,9 +148,9 @@ def noted(found: Calibrated, algorithm: Algorithm, product: Operands | Node) -> 
     try:
         yield effects
     except NotChanged as reason:
-        found.refused.append(f"{algorithm.word} was not applied to {where}: {reason}")
+        found.refused.append(f"{algorithm} was not applied to {where}: {reason}")
     else:
-        found.made.extend(f"{algorithm.word} on {where}: {effect}" for effect in effects)
+        found.made.extend(f"{algorithm} on {where}: {effect}" for effect in effects)
 
 
 def operands_of(found: Calibrated, number: int) -> Operands:

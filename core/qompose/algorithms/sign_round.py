@@ -81,11 +81,6 @@ class SignRound(Algorithm):
                 f"SignRound option iterations must be a positive integer, got {given!r}"
             )
 
-    def __str__(self) -> str:
-        options = [] if self.iterations == 200 else [f"{self.iterations} iterations"]
-        options += ["ranges"] if self.ranges else []
-        return f"{WORD} with {', '.join(options)}" if options else WORD
-
     def learns(self, claim: Claim) -> Part | None:
         return "block"
 

@@ -56,7 +56,7 @@ def learns(plan: Plan) -> bool:
 def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | None, list[str]]:
     """Return what a program's claims ask for of what was learned elsewhere, and lines of what that lacks.
 
-    What another algorithm learned of a weight does not stand in for what is asked for.
+    What another algorithm learned of a weight, or the same with other options, does not stand in for it.
     """
     plan: Plan = prepared.meta[META_KEY].plan
     if learned is None:
@@ -65,13 +65,13 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
     tensors = {str(node.target): _tensor(node) for node in nodes_in(prepared)}
     kept, idle = dict[_Wish, LearnedWeight](), Counter[str]()
     for weight in learned.weights:
-        wish = _word(weight.line), tensors.get(weight.path)
+        wish = weight.line.partition(" on ")[0], tensors.get(weight.path)
         if wish in wanted:
             kept[wish] = weight
         else:
             idle[wish[0]] += 1
-    words = {word for word, _ in wanted}
-    refused = [line for line in learned.refused if _word(line) in words]
+    heads = tuple({f"{algorithm} was not applied to " for algorithm, _ in wanted})
+    refused = [line for line in learned.refused if line.startswith(heads)]
     lacking = [
         describe(node)
         for wish, node in wanted.items()
@@ -79,9 +79,9 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
         and not any(f" not applied to {describe(node)}:" in line for line in refused)
     ]
     refused += [
-        f"what {word} learned of {number} weights in another calibration was not used: "
+        f"what {algorithm} learned of {number} weights in another calibration was not used: "
         "no configuration that applies there requests it"
-        for word, number in idle.items()
+        for algorithm, number in idle.items()
     ]
     lines = [_lacking(first_of(lacking, 3))] if lacking else []
     lines += [] if learned.whole or lines or not wanted else [_lacking("weights")]
@@ -89,7 +89,7 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
 
 
 _Wish = tuple[str, Any]
-"""The word of an algorithm that is to learn of a weight, and where that is."""
+"""An algorithm that is to learn of a weight, with its options, and where that is."""
 
 
 def _wanted(prepared: GraphModule, plan: Plan) -> Iterator[tuple[_Wish, Node]]:
@@ -98,7 +98,7 @@ def _wanted(prepared: GraphModule, plan: Plan) -> Iterator[tuple[_Wish, Node]]:
     for algorithm, number, _ in algorithms_of(plan.claims).learning(plan.claims):
         node = product_node(plan.claims[number], nodes)
         if node is not None and (tensor := _tensor(Operands.of(node).weight)) is not None:
-            yield (algorithm.word, tensor), node
+            yield (str(algorithm), tensor), node
 
 
 def _tensor(node: Node) -> tuple[object, ...] | None:
@@ -107,14 +107,10 @@ def _tensor(node: Node) -> tuple[object, ...] | None:
     return None if constant is None else layout_of(constant)
 
 
-def _word(line: str) -> str:
-    return line.partition(" ")[0]
-
-
 def _lacking(what: str) -> str:
     return (
         f"{what}: an algorithm must learn from all calibration data in one run, and these statistics "
-        "contain no results of it"
+        "contain no results of it with the same options"
     )
 
 
@@ -310,7 +306,7 @@ class _Walk:
                 weight = found.factors.constant(one.product.weight.name)
                 found.integers[number] = integers_of(weight, now)
             if number in found.integers and number not in taken:
-                begins = f"{algorithm.word} on {where}"  # `usable` goes by the word
+                begins = f"{algorithm} on {where}"  # `usable` goes by the algorithm
                 said = (line for line in found.made[made:] if line.startswith(begins))
                 yield LearnedWeight(
                     one.path, next(said, begins),

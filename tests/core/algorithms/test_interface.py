@@ -204,7 +204,7 @@ def test_zero_points_of_symmetric_weights_stay() -> None:
 
 def test_scales_are_not_changed_under_integers_that_were_chosen() -> None:
     notes = qompose.report(converted(Scaling(late=True))).notes
-    assert sum("scaling was not applied" in note for note in notes) == 2
+    assert sum("scaling with late True was not applied" in note for note in notes) == 2
 
 
 def test_an_algorithm_that_reports_nothing_is_named() -> None:

@@ -19,6 +19,7 @@ from qompose.algorithms import (
     Block,
     NotChanged,
     Operands,
+    SequentialGPTQ,
     change_products,
     gptq,
     noted,
@@ -92,7 +93,7 @@ class Watching(Algorithm):
 
     word: ClassVar[str] = "watching"
     part: Part = "product"
-    stop: str = ""
+    stop: str = field(default="", compare=False)
     shown: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def learns(self, claim: Claim) -> Part | None:
@@ -221,6 +222,14 @@ class TestStatistics:
         with pytest.raises(StatisticsError, match=r"layers\.0\.up") as caught:
             seen.apply(observed(net(1), SEQUENTIAL))
         assert "in head" not in str(caught.value)
+
+    def test_what_was_learned_with_other_options_is_not_used(self, tmp_path: Path) -> None:
+        _, seen = learned()
+        damped = replace(SEQUENTIAL, algorithms=(SequentialGPTQ(damping=0.5),))
+        with pytest.raises(StatisticsError, match="up"):
+            seen.apply(observed(net(1), damped))
+        seen.apply(one := observed(net(1), damped), partial=True)
+        assert learned_of(one).weights == ()  # type: ignore[union-attr]
 
     def test_other_scales_are_refused(self) -> None:
         _, seen = learned()
