@@ -549,9 +549,8 @@ def _calling(flat: GraphModule) -> Callable[..., Any]:
     Dynamo keeps compiled code by code object, and calls all modules by one. Without guards on modules, a
     program would be given the code of another with inputs of the same sizes.
     """
-    _ = (
-        flat.code
-    )  # writes its code, if that waits for the first call: Dynamo traces nothing that waits
+    for part in flat.modules():  # Dynamo traces no code that waits to be written for the first call
+        _ = part.code if isinstance(part, GraphModule) else None
 
     def whole(*values: Any) -> Any:
         return flat.forward(*values)

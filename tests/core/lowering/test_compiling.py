@@ -123,16 +123,20 @@ def test_programs_of_the_same_sizes_have_code_of_their_own() -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_all_combinations_of_no_one_and_more_rows_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beyond its own limit of eight Dynamo runs a program uncompiled, and says so in a log alone."""
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Dynamo traces is run as it is, to save time."""
     compiling = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda f, **how: compiling(f, backend="eager", recompile_limit=how["recompile_limit"]),
-    )
+
+    def tracing(f: Any, **how: Any) -> Any:
+        return compiling(f, **{"backend": "eager", **how, "options": None})
+
+    monkeypatch.setattr(torch, "compile", tracing)
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_all_combinations_of_no_one_and_more_rows_are_compiled() -> None:
+    """Beyond its own limit of eight Dynamo runs a program uncompiled, and says so in a log alone."""
     sizes, x = {0: torch.export.Dim("rows"), 1: torch.export.Dim("columns")}, randn(3, 4, 2)
     program = export(seeded(nn.Linear(2, 2)), x, dynamic_shapes=(sizes,))
     compiled = qompose.compile_lowered(qompose.lower(convert(program, toy(LINEAR), x)))
@@ -167,6 +171,19 @@ def test_autocast_changes_nothing() -> None:
         within = compiled(X)
     torch.testing.assert_close(within, model(X))
     torch.testing.assert_close(compiled(X), model(X))
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_a_body_of_dynamic_sizes() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        return m.linear(torch.cond(x.sum() > 0, torch.neg, torch.sin, (x,)))
+
+    rows = ({0: torch.export.Dim("n")},)
+    program = export(seeded(Model(forward, linear=nn.Linear(3, 3))), X, dynamic_shapes=rows)
+    model = qompose.lower(convert(program, toy(LINEAR), X))
+    compiled = qompose.compile_lowered(model)
+    for x in (X.abs(), -X[:5].abs()):
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_sizes_may_depend_on_values() -> None:
