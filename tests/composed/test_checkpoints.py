@@ -130,7 +130,7 @@ def test_integers_scales_and_zero_points_are_the_checkpoints(
     assert sqnr(expected, loaded(IDS)) > SAME
     assert torch.equal(loaded(IDS), lowered(IDS))
     report = qompose.report(lowered)
-    assert sum(line.startswith("checkpoint on ") for line in report.rewrites) == len(weights)
+    assert sum(line.startswith("checkpoint held on ") for line in report.rewrites) == len(weights)
     assert report.why(f"inner.{next(iter(weights))}")[0].kernel == "qompose_x86.linear_packed"
 
 

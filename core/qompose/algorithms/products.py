@@ -119,7 +119,7 @@ def change_products(
     Args:
         change: changes one product and says what that does, or raises `NotChanged`.
     """
-    unknown, word = list[str](), algorithm.word
+    unknown = list[str]()
     for number, claim in enumerate(found.plan.claims):
         if not algorithm.is_wanted(claim, found):
             continue
@@ -133,7 +133,7 @@ def change_products(
                 unknown += [str(reason)] if isinstance(reason, NotKnown) else []
     if unknown:
         found.refused.append(
-            f"{word} was not applied to {len(unknown)} of the layers: {unknown[0]}"
+            f"{algorithm} was not applied to {len(unknown)} of the layers: {unknown[0]}"
         )
 
 
