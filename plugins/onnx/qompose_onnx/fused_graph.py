@@ -144,8 +144,8 @@ def _check_sized(node: Any, origins: Mapping[str, str]) -> None:
         found = (origins.get(name.partition("/")[0]) for name in names.split(","))
         raise ONNXTargetError(
             f"OpenVINO would compute {next(filter(None, found), names)} wrongly, because something "
-            "reads its size while the program runs. Export with fewer dynamic dimensions, such as "
-            "the batch alone, or lower the model for the target 'onnxruntime'"
+            "reads its size while the program runs. Export with fewer dynamic dimensions or "
+            "none, or lower the model for the target 'onnxruntime'"
         )
 
 
