@@ -154,7 +154,7 @@ def _loaded(file: str, name: str, part: Part, state: Mapping[str, Tensor]) -> Ca
         run.load_constants(own, check_full_update=False, user_managed=True)
     # Read once: torch reads it on every call, which takes as long as a small model.
     returned = pytree.treespec_loads(run.loader.get_call_spec()[1])
-    results = pytree.tree_leaves(next(iter(reversed(part.graph.graph.nodes))).args[0])
+    results = pytree.tree_leaves(part.graph.graph.output_node().args[0])
     numbers = [not isinstance(value_of(r) if isinstance(r, Node) else r, Tensor) for r in results]
     loaded = _Loaded(run.loader, numbers, own)
     return called_as_exported(loaded, part.graph, returned, twice=False)

@@ -461,12 +461,15 @@ _SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def _sizes_vary(graph: GraphModule) -> bool:
     """Tell whether a program's sizes, or numbers that it computes with, differ from call to call."""
+    return any(True for _ in _symbols_in(graph))
+
+
+def _symbols_in(graph: GraphModule) -> Iterator[Any]:
+    """Yield the sizes of a program, and the numbers that it computes with, that are not the same always."""
     values = (value for node in nodes_in(graph) for value in pytree.tree_leaves(value_of(node)))
-    return any(
-        isinstance(number, _SYMBOLS)
-        for value in values
-        for number in (value.shape if isinstance(value, Tensor) else (value,))
-    )
+    for value in values:
+        numbers = value.shape if isinstance(value, Tensor) else (value,)
+        yield from (number for number in numbers if isinstance(number, _SYMBOLS))
 
 
 @one_thread_at_a_time
@@ -561,9 +564,7 @@ def _calling(flat: GraphModule) -> Callable[..., Any]:
 
 
 def _sizes_depend_on_values(graph: GraphModule) -> bool:
-    values = (value for node in nodes_in(graph) for value in pytree.tree_leaves(value_of(node)))
-    known = (value for value in values if isinstance(value, (Tensor, *_SYMBOLS)))
-    return any(free_unbacked_symbols(value) for value in known)
+    return any(map(free_unbacked_symbols, _symbols_in(graph)))
 
 
 def _mark_dynamic(lowered: GraphModule, leaves: Sequence[Any]) -> None:

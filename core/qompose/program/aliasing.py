@@ -290,7 +290,7 @@ def _touched_by_body(node: Node) -> Iterator[tuple[Node, bool]]:
     body = _attribute(node.args[bodies[0]])  # type: ignore[arg-type]
     memory = Memory(body.graph)
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    returned = {memory.find(n) for n in next(iter(reversed(body.graph.nodes))).all_input_nodes}
+    returned = {memory.find(n) for n in body.graph.output_node().all_input_nodes}
     operands = node.args[bodies[0] + 1 :]
     for operand, placeholder in zip(operands, placeholders, strict=False):
         root = memory.find(placeholder)

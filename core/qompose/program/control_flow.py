@@ -418,7 +418,7 @@ def borders(call: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _outputs(body: GraphModule) -> list[Any]:
-    result = next(iter(reversed(body.graph.nodes))).args[0]
+    result = body.graph.output_node().args[0]
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 

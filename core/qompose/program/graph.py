@@ -35,7 +35,7 @@ def copy_graph_module(module: GraphModule) -> GraphModule:
     graph._codegen = copy.copy(module.graph._codegen)
     copies: dict[Node, Node] = {}
     result = graph.graph_copy(module.graph, copies)
-    graph.output(result).meta = dict(next(iter(reversed(module.graph.nodes))).meta)
+    graph.output(result).meta = dict(module.graph.output_node().meta)
     for node in list(graph.nodes):
         if node.op == "call_module" and str(node.target).rpartition(".")[2] == "_guards_fn":
             graph.erase_node(node)
