@@ -51,3 +51,18 @@ def test_a_file_for_others_is_read_unsigned_and_stays_as_it_is(tmp_path: Path) -
     assert sqnr(wanted, program(*X)) > 45
     written = {node.name for node in program.model.graph if node.op_type == "QuantizeLinear"}
     assert not any("uint8" in str(name) for name in written)
+
+
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # OpenVINO averages in float then
+@pytest.mark.parametrize("target", ["openvino", "onnx"])
+def test_averages_that_count_padding_pad_with_the_zero_point(target: str, tmp_path: Path) -> None:
+    """Of uint8 as well, where the zero point is not 0."""
+    x = X[:1]
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.AvgPool2d(3, 2, 1)).eval()
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=7))
+    result = qompose.quantize(
+        model, x, backends=quantizer, calibration=[x], target=target, progress=False
+    )
+    program = ONNXProgram.read(result.model.save(tmp_path / "model.onnx"), "openvino")
+    with torch.no_grad():
+        assert sqnr(result.converted(*x), program(*x)) > 45

@@ -15,6 +15,8 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
+from qompose_onnx import padded_pools
+
 _BETWEEN: Final = (
     *("Add", "Sub", "Mul", "Div"),
     *("Relu", "LeakyRelu", "PRelu", "Clip", "Identity"),
@@ -23,9 +25,9 @@ _BETWEEN: Final = (
 
 
 def settle_file(path: Path) -> None:
-    """Do what `settle` does to a file."""
+    """Make a file one that OpenVINO computes rightly: concatenations, and averages of what is padded."""
     model = ir.load(path)
-    if settle(model):
+    if settle(model) | padded_pools.settle(model):
         ir.save(model, path)
 
 
