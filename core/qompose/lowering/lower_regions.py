@@ -423,11 +423,12 @@ def _replace(
         return False
     if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
         raise ConfigError(f"{who} must return a node that it inserted, got {emitted!r}")
+    value, wanted = value_of(emitted), value_of(region.output_node)
+    _check_integers(who, region, value)
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
     for node in region.inserted:
         node.meta[meta.MADE] = True
-    value, wanted = value_of(emitted), value_of(region.output_node)
     if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
         emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see `allow_any`
     region.replace(emitted)
@@ -435,6 +436,22 @@ def _replace(
     hand_over(region.output_node, emitted, grid)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
+
+
+def _check_integers(who: str, region: Region, value: object) -> None:
+    """Refuse floats that would be taken for the integers that their readers want.
+
+    Raises:
+        ConfigError: a kernel gives such.
+    """
+    if region.output is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return
+    if value.dtype != region.output.dtype:
+        raise ConfigError(
+            f"{who} gives {value.dtype} where all readers want {region.output.dtype}. If it always gives "
+            "floats, pass float_output=True to Kernel; otherwise give the integers of "
+            "region.quantized('output'), and their dtype= to region.call"
+        )
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:

@@ -186,6 +186,17 @@ def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
     assert torch.allclose(lowered(X), converted(X), atol=1e-5)
 
 
+def test_a_kernel_that_gives_floats_for_integers_is_named() -> None:
+    """They became the integers of the next kernel, which was blamed, or wrong."""
+
+    def emit(region: Region) -> Node:
+        return region.call(torch.ops.aten.relu.default, region.quantized("input").node)
+
+    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("floats", emit))), X)
+    with pytest.raises(ConfigError, match=r"'floats' of toy, .* float_output=True"):
+        qompose.lower(converted)
+
+
 def two_readers(m: Any, x: Tensor) -> Tensor:
     y = m.first(x)
     return m.left(y) + m.right(y)
