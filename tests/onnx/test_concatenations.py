@@ -10,6 +10,7 @@ import qompose
 import torch
 from qompose.backend import load_backend
 from qompose_onnx import ONNXProgram, get_onnx_quantization_config as config
+from qompose_onnx.errors import ONNXTargetError
 from torch import Tensor, nn
 
 from tests.onnx.models import sqnr
@@ -53,16 +54,42 @@ def test_a_file_for_others_is_read_unsigned_and_stays_as_it_is(tmp_path: Path) -
     assert not any("uint8" in str(name) for name in written)
 
 
-@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # OpenVINO averages in float then
-@pytest.mark.parametrize("target", ["openvino", "onnx"])
-def test_averages_that_count_padding_pad_with_the_zero_point(target: str, tmp_path: Path) -> None:
-    """Of uint8 as well, where the zero point is not 0."""
-    x = X[:1]
-    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.AvgPool2d(3, 2, 1)).eval()
+def _averaged(pool: nn.Module, target: str, **facts: object) -> qompose.QuantizedModel:
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), pool).eval()
     quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(bits=7))
-    result = qompose.quantize(
-        model, x, backends=quantizer, calibration=[x], target=target, progress=False
+    return qompose.quantize(
+        model,
+        X[:1],
+        backends=quantizer,
+        calibration=[X[:1]],
+        target=target,
+        progress=False,
+        **facts,
     )
+
+
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # OpenVINO averages in float then
+@pytest.mark.parametrize(
+    ("pool", "target"),
+    [
+        (nn.AvgPool2d(3, 2, 1), "openvino"),
+        (nn.AvgPool2d(3, 2, 1), "onnx"),
+        (nn.AvgPool2d(3, 2, 1, ceil_mode=True), "openvino"),
+        (nn.AvgPool2d(2, 3, 1, ceil_mode=True), "openvino"),  # behind a Pad, a window more
+    ],
+)
+def test_averages_that_count_padding_pad_with_the_zero_point(
+    pool: nn.Module, target: str, tmp_path: Path
+) -> None:
+    """Of uint8 as well, where the zero point is not 0."""
+    result = _averaged(pool, target)
     program = ONNXProgram.read(result.model.save(tmp_path / "model.onnx"), "openvino")
     with torch.no_grad():
-        assert sqnr(result.converted(*x), program(*x)) > 45
+        assert sqnr(result.converted(*X[:1]), program(*X[:1])) > 45
+
+
+def test_an_average_whose_size_is_rounded_up_is_refused_where_that_is_dynamic() -> None:
+    height = 2 * torch.export.Dim("half", max=32)
+    pool = nn.AvgPool2d(3, 2, 1, ceil_mode=True)
+    with pytest.raises(ONNXTargetError, match="ceil_mode"):
+        _averaged(pool, "openvino", dynamic_shapes=({2: height},))

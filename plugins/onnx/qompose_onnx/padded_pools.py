@@ -2,7 +2,7 @@
 """Averages that count padding, which OpenVINO is to read from an operator of its own.
 
 OpenVINO 2026.4 pads integers with 0 rather than their zero point, without a word. Behind a Pad it averages
-floats, rightly. With `ceil_mode` the sizes would differ: those stay.
+floats, rightly. With `ceil_mode` there may then be a window more, that begins in the padding: it is cut off.
 """
 
 from __future__ import annotations
@@ -12,41 +12,87 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
+from qompose_onnx.errors import ONNXTargetError
+
 ALMOST_ZERO: Final = 1e-30
 """What is padded: OpenVINO puts a Pad of 0 back into the pool."""
 
 
 def settle(model: ir.Model) -> bool:
-    """Let averages read what is padded, in place, and tell whether there were any."""
-    found = [node for node in model.graph.all_nodes() if _counts_padding(node)]
+    """Let averages read what is padded, in place, and tell whether there were any.
+
+    Raises:
+        ONNXTargetError: one has `ceil_mode` and a result of open size, in a model with quantized activations.
+    """
+    nodes = [*model.graph.all_nodes()]
+    found = [node for node in nodes if _counts_padding(node)]
+    if not any(node.op_type == "QuantizeLinear" for node in nodes):
+        return False
     for node in found:
+        sizes = _sizes_to_keep(node)
         _pad_before(node)
+        if sizes:
+            _cut_behind(node, sizes)
     return bool(found)
 
 
 def _counts_padding(node: ir.Node) -> bool:
-    if node.op_type != "AveragePool":
-        return False
     facts = node.attributes
-    return (
-        facts.get_int("count_include_pad", 0) == 1
-        and facts.get_int("ceil_mode", 0) == 0
-        and any(facts.get_ints("pads", ()))
-    )
+    counts = node.op_type == "AveragePool" and facts.get_int("count_include_pad", 0) == 1
+    return counts and any(facts.get_ints("pads", ()))
+
+
+def _sizes_to_keep(node: ir.Node) -> list[int]:
+    """Return the sizes of a result that `ceil_mode` rounds up, without batch and channels."""
+    if node.attributes.get_int("ceil_mode", 0) == 0:
+        return []
+    shape: Any = node.outputs[0].shape or ()
+    sizes = [size for size in shape[2:] if isinstance(size, int)]
+    if len(sizes) != len(node.attributes.get_ints("kernel_shape", ())):
+        raise ONNXTargetError(
+            f"OpenVINO would compute {node.name} wrongly, an average with ceil_mode=True that counts its "
+            "padding and whose size is dynamic. Export with fixed sizes, use ceil_mode=False or "
+            "count_include_pad=False, or lower the model for the target 'onnxruntime'"
+        )
+    return sizes
 
 
 def _pad_before(node: ir.Node) -> None:
-    graph: Any = node.graph
     ends = list(node.attributes["pads"].as_ints())
     half, name = len(ends) // 2, f"{node.outputs[0].name}_padded"
-    pads = np.asarray([0, 0, *ends[:half], 0, 0, *ends[half:]], np.int64)
-    sizes = ir.Value(name=f"{name}_pads", const_value=ir.tensor(pads, name=f"{name}_pads"))
-    graph.register_initializer(sizes)
-    zero = np.asarray(ALMOST_ZERO, node.inputs[0].dtype.numpy())
-    value = ir.Value(name=f"{name}_value", const_value=ir.tensor(zero, name=f"{name}_value"))
-    graph.register_initializer(value)
-    made = ir.node("Pad", [node.inputs[0], sizes, value])
+    pads = _constant(node, f"{name}_pads", [0, 0, *ends[:half], 0, 0, *ends[half:]], np.int64)
+    value = _constant(node, f"{name}_value", ALMOST_ZERO, node.inputs[0].dtype.numpy())
+    made = ir.node("Pad", [node.inputs[0], pads, value])
     made.name, made.outputs[0].name = f"{node.name}_padded", name
-    graph.insert_before(node, made)
+    _graph(node).insert_before(node, made)
     node.replace_input_with(0, made.outputs[0])
     node.attributes["pads"] = ir.AttrInt64s("pads", [0] * len(ends))
+
+
+def _cut_behind(node: ir.Node, sizes: list[int]) -> None:
+    """Let all that reads an average read so many of its first windows on each axis."""
+    whole, name = node.outputs[0], str(node.outputs[0].name)
+    axes = [axis + 2 for axis in range(len(sizes))]
+    ends = [
+        _constant(node, f"{name}_{what}", numbers, np.int64)
+        for what, numbers in (("first", [0] * len(sizes)), ("last", sizes), ("axes", axes))
+    ]
+    made = ir.node("Slice", [whole, *ends])
+    made.name, cut = f"{node.name}_cut", made.outputs[0]
+    cut.shape, cut.type = whole.shape, whole.type
+    ir.convenience.replace_all_uses_with(whole, cut, replace_graph_outputs=True)
+    made.replace_input_with(0, whole)
+    whole.name, cut.name, whole.shape = f"{name}_whole", name, None
+    _graph(node).insert_after(node, made)
+
+
+def _constant(node: ir.Node, name: str, numbers: Any, dtype: Any) -> ir.Value:
+    tensor = ir.tensor(np.asarray(numbers, dtype), name=name)
+    value = ir.Value(name=name, const_value=tensor)
+    _graph(node).register_initializer(value)
+    return value
+
+
+def _graph(node: ir.Node) -> Any:
+    """Return the graph of a node, which has one."""
+    return node.graph
