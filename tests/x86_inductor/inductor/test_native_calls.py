@@ -16,6 +16,7 @@ from qompose_x86_inductor.backend import X86InductorBackend
 from qompose_x86_inductor.inductor import native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import processor, products
+from qompose_x86_inductor.native.products import FUNCTIONS
 from qompose_x86_inductor.onednn.arguments import Output, Product, ProductCall, Summand
 from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from qompose_x86_inductor.operators import linear_packed
@@ -158,6 +159,21 @@ def test_nothing_is_asked_of_the_compiler_without_products() -> None:
     ]
 
 
+def test_only_what_is_needed_is_compiled() -> None:
+    """Compilers take most of their time for the functions behind products, and for other layers."""
+
+    def text(*layers: nn.Module) -> str:
+        chosen = native_calls.options(lowered(nn.Sequential(*layers), image))
+        return chosen["aot_inductor.custom_ops_to_c_shims"][products.PRODUCT][0]
+
+    plain = text(nn.Linear(26, 26), nn.ReLU(), nn.Linear(26, 4))
+    assert "QOMPOSE_FUNCTIONS 1\n" in plain
+    assert "QOMPOSE_PRODUCTS_ALONE" in plain
+    functions = text(nn.Linear(26, 26), nn.Hardswish(), nn.Linear(26, 26), nn.LeakyReLU())
+    number = 1 | sum(1 << FUNCTIONS.index((name, "none")) for name in ("hardswish", "leaky_relu"))
+    assert f"QOMPOSE_FUNCTIONS {number}\n" in functions
+
+
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:
     twice = Model(lambda m, x: m.shared(torch.relu(m.shared(x))), shared=nn.Linear(26, 26))
     model = with_prepack_in_graph(lowered(twice, image))
@@ -215,7 +231,7 @@ def small() -> GraphModule:
 def test_code_that_does_not_compile_is_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, broken: dict[Any, list[str]], mode: str
 ) -> None:
-    monkeypatch.setattr(products, "shims", lambda isa: broken)
+    monkeypatch.setattr(products, "shims", lambda *_, **__: broken)
     model = small()
     with pytest.warns(qompose.QomposeWarning, match=r"error: .*QOMPOSE_NATIVE_CODE=0") as said:
         compiled = qompose.compile_lowered(model, mode)

@@ -283,15 +283,47 @@ def test_running_it_uncompiled_says_so() -> None:
     assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))
 
 
+def test_a_function_that_was_left_out_is_an_error() -> None:
+    """And not taken for none."""
+    isa = processor.isa()
+    if isa is None:
+        pytest.skip("our C++ is for no set of this processor")
+    included = code.included("depthwise.h", isa, "QOMPOSE_FUNCTIONS 2")
+    text = f"""#include <vector>
+{included}
+using namespace qompose_x86;
+extern "C" int lacks(int function, bool depthwise) try {{
+  const auto which = static_cast<Function>(function);
+  if (depthwise) return depthwise_of(which, true) == nullptr;
+  Finish finish = {{}};
+  finish.function = which;
+  return finish_of(finish) == nullptr;
+}} catch (const std::logic_error&) {{
+  return 2;
+}}
+"""
+    lacks = code.loaded(text, "lacks", "tests")
+    assert lacks is not None
+    for depthwise in (False, True):
+        found = [lacks(function, depthwise) for function in range(len(FUNCTIONS))]
+        assert found == [2, 0, *[2] * 5]
+
+
 def test_another_version_of_the_code_is_another_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or torch would take what it compiled before from its caches."""
-    before = products.shims(processor.AVX2)[products.PRODUCT]
-    assert products.shims(processor.AVX512)[products.PRODUCT] != before
+    before = products.shims(processor.AVX2, {0}, alone=True)[products.PRODUCT]
+    others = [
+        (processor.AVX512, {0}, True),
+        (processor.AVX2, {3}, True),
+        (processor.AVX2, {0}, False),
+    ]
+    for isa, functions, alone in others:
+        assert products.shims(isa, functions, alone=alone)[products.PRODUCT] != before
     (tmp_path / "shims.h").write_text("// another")
     monkeypatch.setattr(code, "HEADERS", tmp_path)
-    after = products.shims(processor.AVX2)[products.PRODUCT]
+    after = products.shims(processor.AVX2, {0}, alone=True)[products.PRODUCT]
     digests = [
         [line for line in texts[0].splitlines() if "//" in line] for texts in (before, after)
     ]

@@ -10,10 +10,11 @@ Without VNNI that goes for weights of seven bits; others are multiplied as `oned
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
+from qompose.backend import arguments_of
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
@@ -136,22 +137,14 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `native`, where a graph may get some."""
-    called = {node.target for node in graph.graph.nodes}
+    nodes = [*_all_nodes(graph)]
     isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
-    layers = {*native_recurrent.OPERATORS, cache_attention.ATTENTION}
-    others = {
-        **recurrent.DECLARATIONS, float_attention.ATTENTION: float_attention.DECLARATION,
-        cache_attention.ATTENTION: cache_attention.DECLARATION,
-    }  # fmt: skip
-    if any(map(native_attention.applies_in_float, graph.graph.nodes)):
-        layers.add(native_attention.IN_FLOAT)
-    if native_attention.applies():
-        layers.add(native_attention.OPERATOR)
-        others[attention.ATTENTION] = attention.DECLARATION
-    if isa is not None and (_has_products(graph) or not called.isdisjoint(layers)):
-        shims, metadata = products.shims(isa), {METADATA: isa.name}
-        shims |= {operator: [text] for operator, text in others.items()}
-    if linear_packed.OPERATOR in called and processor.wanted():
+    layers = _layers(nodes)
+    if isa is not None and (layers or _has_products(graph)):
+        shims = products.shims(isa, _functions(nodes), alone=not layers)
+        shims |= {operator: [text] for operator, text in layers.items()}
+        metadata = {METADATA: isa.name}
+    if processor.wanted() and any(n.target is linear_packed.OPERATOR for n in graph.graph.nodes):
         texts = packed_linear.shims()
         shims[linear_packed.OPERATOR] = [texts["linear_packed"]]
         shims[linear_packed.SEVERAL] = [texts["linears_packed"]]
@@ -162,6 +155,40 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     found = {"cpp_wrapper": True, _OPTION: shims, "aot_inductor.metadata": metadata}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
+
+
+def _all_nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph and of the bodies in it."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _layers(nodes: Iterable[fx.Node]) -> dict[Any, str]:
+    """Return the declarations of all of `native` but products, where some of it may be called."""
+    targets = {*native_recurrent.OPERATORS, cache_attention.ATTENTION}
+    if native_attention.applies():
+        targets.add(native_attention.OPERATOR)
+    if not any(n.target in targets or native_attention.applies_in_float(n) for n in nodes):
+        return {}
+    found = {
+        **recurrent.DECLARATIONS, float_attention.ATTENTION: float_attention.DECLARATION,
+        cache_attention.ATTENTION: cache_attention.DECLARATION,
+    }  # fmt: skip
+    if native_attention.applies():
+        found[attention.ATTENTION] = attention.DECLARATION
+    return found
+
+
+def _functions(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the numbers of the functions that products may be followed by."""
+    found = set[int | None]()
+    for node in nodes:
+        name = PRODUCTS.get(node.target)
+        if name is not None:
+            call = ProductCall.read(name, (*arguments_of(node).values(),))
+            found.add(_function(call.out))
+    return {number for number in found if number is not None}
 
 
 def _has_products(graph: fx.GraphModule) -> bool:

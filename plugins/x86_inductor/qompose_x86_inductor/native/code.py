@@ -30,7 +30,7 @@ def declaration(name: str, *arguments: str, results: int = 1) -> str:
     return f"AOTITorchError aoti_torch_cpu_{name}({types})"
 
 
-def with_code(declared: str, header: str, isa: Isa | None) -> str:
+def with_code(declared: str, header: str, isa: Isa | None, *defines: str) -> str:
     """Return a declaration with the C++ behind it, a header of this folder.
 
     The result is valid after "extern" or without it, with a semicolon behind it or none, in a block of C or
@@ -38,15 +38,17 @@ def with_code(declared: str, header: str, isa: Isa | None) -> str:
 
     Args:
         isa: what lanes.h is compiled for; None where the header does not include it.
+        defines: macros and their values, as "NAME 1".
     """
-    return f'{declared};\nextern "C++" {{\n{included(header, isa)}\n}}'
+    return f'{declared};\nextern "C++" {{\n{included(header, isa, *defines)}\n}}'
 
 
-def included(header: str, isa: Isa | None = None) -> str:
+def included(header: str, isa: Isa | None = None, *defines: str) -> str:
     """Return the lines that include a header."""
-    chosen = "" if isa is None else f"#define {macro(isa)} 1\n"
+    chosen = () if isa is None else (f"{macro(isa)} 1",)
+    lines = "".join(f"#define {each}\n" for each in (*chosen, *defines))
     path = (HEADERS / header).as_posix()
-    return f'// {digest(HEADERS)}\n{chosen}#include "{path}"'
+    return f'// {digest(HEADERS)}\n{lines}#include "{path}"'
 
 
 def macro(isa: Isa) -> str:

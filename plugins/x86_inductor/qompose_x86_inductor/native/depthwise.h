@@ -146,22 +146,30 @@ void depthwise_line(const Line& l) {
 
 using DepthwiseLine = void (*)(const Line&);
 
+template <Function F>
+DepthwiseLine depthwise_of(bool whole) {
+  if constexpr (NEEDED<F>)
+    return whole ? depthwise_line<F, true> : depthwise_line<F, false>;
+  else
+    lacks_function();
+}
+
 inline DepthwiseLine depthwise_of(Function function, bool whole) {
   switch (function) {
     case HARDSWISH:
-      return whole ? depthwise_line<HARDSWISH, true> : depthwise_line<HARDSWISH, false>;
+      return depthwise_of<HARDSWISH>(whole);
     case SWISH:
-      return whole ? depthwise_line<SWISH, true> : depthwise_line<SWISH, false>;
+      return depthwise_of<SWISH>(whole);
     case GELU_ERF:
-      return whole ? depthwise_line<GELU_ERF, true> : depthwise_line<GELU_ERF, false>;
+      return depthwise_of<GELU_ERF>(whole);
     case GELU_TANH:
-      return whole ? depthwise_line<GELU_TANH, true> : depthwise_line<GELU_TANH, false>;
+      return depthwise_of<GELU_TANH>(whole);
     case TANH:
-      return whole ? depthwise_line<TANH, true> : depthwise_line<TANH, false>;
+      return depthwise_of<TANH>(whole);
     case LEAKY_RELU:
-      return whole ? depthwise_line<LEAKY_RELU, true> : depthwise_line<LEAKY_RELU, false>;
+      return depthwise_of<LEAKY_RELU>(whole);
     default:
-      return whole ? depthwise_line<NONE, true> : depthwise_line<NONE, false>;
+      return depthwise_of<NONE>(whole);
   }
 }
 

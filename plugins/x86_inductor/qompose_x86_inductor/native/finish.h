@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <stdexcept>
 
 #include "lanes.h"
 
@@ -11,6 +12,17 @@ namespace qompose_x86 {
 
 enum Function : int { NONE, HARDSWISH, SWISH, GELU_ERF, GELU_TANH, TANH, LEAKY_RELU };
 enum Kind : int { UINT8, INT8, FLOAT32 };
+
+// A bit for each function that a program needs, since compilers take most of their time for these.
+#ifndef QOMPOSE_FUNCTIONS
+#define QOMPOSE_FUNCTIONS ~0u
+#endif
+template <Function F>
+constexpr bool NEEDED = ((QOMPOSE_FUNCTIONS) >> F & 1) != 0;
+
+[[noreturn]] inline void lacks_function() {
+  throw std::logic_error("the program was compiled without a function that it needs");
+}
 
 // value = function(sum * scale + bias + (other - other_zp) * other_scale) * per_step, kept in low..high,
 // rounded half to even, plus zp. Where there is no function, the scales are in steps of the result.
@@ -169,8 +181,12 @@ using FinishTile = void (*)(const Finish&, const Ints*, int, int, int64_t, int64
 
 template <Function F>
 FinishTile finish_of(bool add, bool integers) {
-  if (add) return integers ? finish_tile<F, true, true> : finish_tile<F, true, false>;
-  return integers ? finish_tile<F, false, true> : finish_tile<F, false, false>;
+  if constexpr (!NEEDED<F>) {
+    lacks_function();
+  } else {
+    if (add) return integers ? finish_tile<F, true, true> : finish_tile<F, true, false>;
+    return integers ? finish_tile<F, false, true> : finish_tile<F, false, false>;
+  }
 }
 
 inline FinishTile finish_of(const Finish& f) {

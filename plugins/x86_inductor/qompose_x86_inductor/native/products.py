@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -267,10 +268,19 @@ _OF_PLANES: Final = (code.HANDLE, "double", *["int64_t"] * 3)
 _ARGUMENTS: Final = {PRODUCT: _OF_PRODUCTS, DEPTHWISE: _OF_PRODUCTS, PLANES: _OF_PLANES}
 
 
-def shims(isa: Isa) -> dict[Any, list[str]]:
-    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``, with the code of shims.h."""
+def shims(isa: Isa, functions: Iterable[int], *, alone: bool) -> dict[Any, list[str]]:
+    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``, with the code of shims.h.
+
+    Args:
+        isa: what it is compiled for.
+        functions: those that products need, by their numbers among `FUNCTIONS`. With all of them, and all
+            layers, compilers take twice the time.
+        alone: whether there is nothing but products, no layer and no attention.
+    """
     texts = {
         operator: [code.declaration(name, *arguments)]
         for name, (operator, arguments) in zip(_SCHEMAS, _ARGUMENTS.items(), strict=True)
     }
-    return {**texts, PRODUCT: [code.with_code(texts[PRODUCT][0], "shims.h", isa)]}
+    needed = [f"QOMPOSE_FUNCTIONS {sum(1 << number for number in {0, *functions})}"]
+    needed += ["QOMPOSE_PRODUCTS_ALONE 1"] * alone
+    return {**texts, PRODUCT: [code.with_code(texts[PRODUCT][0], "shims.h", isa, *needed)]}

@@ -20,10 +20,12 @@
 #pragma GCC push_options
 #pragma GCC optimize("O3,no-strict-aliasing")
 #include "arguments.h"
+#ifndef QOMPOSE_PRODUCTS_ALONE
 #include "cache_attention.h"
 #include "recurrent.h"
 #ifdef QOMPOSE_AVX512_VNNI
 #include "attention.h"
+#endif
 #endif
 #pragma GCC pop_options
 #include "tensors.h"
@@ -142,5 +144,7 @@ extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(AtenTensorHandle
       "quantize_planes", [&] { *result = qompose_x86::call_planes(x, scale, zp, low, high); });
 }
 
+#ifndef QOMPOSE_PRODUCTS_ALONE
 #include "attention_shim.h"
 #include "recurrent_shim.h"
+#endif
