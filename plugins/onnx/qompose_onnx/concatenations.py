@@ -9,26 +9,18 @@ point that are larger by 128, it computes what int8 stands for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
 
-from qompose_onnx import padded_pools
+from qompose_onnx.initializers import added_constant
 
 _BETWEEN: Final = (
     *("Add", "Sub", "Mul", "Div"),
     *("Relu", "LeakyRelu", "PRelu", "Clip", "Identity"),
 )
 """What may stand between a concatenation and what quantizes it."""
-
-
-def settle_file(path: Path) -> None:
-    """Make a file one that OpenVINO computes rightly: concatenations, and averages of what is padded."""
-    model = ir.load(path)
-    if settle(model) | padded_pools.settle(model):
-        ir.save(model, path)
 
 
 def settle(model: ir.Model) -> bool:
@@ -74,8 +66,7 @@ def _read_unsigned(node: ir.Node) -> None:
     name = f"{node.outputs[0].name}_uint8"
     signed: Any = None if zero_point is None else ir.convenience.get_const_tensor(zero_point)
     shifted = np.asarray(signed.numpy().astype(np.int16) + 128, np.uint8)
-    zeros = ir.Value(name=f"{name}_zero", const_value=ir.tensor(shifted, name=f"{name}_zero"))
-    graph.register_initializer(zeros)
+    zeros = added_constant(node, f"{name}_zero", shifted)
     made = ir.node("QuantizeLinear", [source, scale, zeros], attributes=dict(node.attributes))
     made.name, made.outputs[0].name = f"{node.name}_uint8", name
     made.outputs[0].shape, made.outputs[0].dtype = node.outputs[0].shape, ir.DataType.UINT8

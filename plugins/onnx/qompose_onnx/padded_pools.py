@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.initializers import added_constant
 
 ALMOST_ZERO: Final = 1e-30
 """What is padded: OpenVINO puts a Pad of 0 back into the pool."""
@@ -60,9 +61,13 @@ def _sizes_to_keep(node: ir.Node) -> list[int]:
 def _pad_before(node: ir.Node) -> None:
     ends = list(node.attributes["pads"].as_ints())
     half, name = len(ends) // 2, f"{node.outputs[0].name}_padded"
-    pads = _constant(node, f"{name}_pads", [0, 0, *ends[:half], 0, 0, *ends[half:]], np.int64)
-    value = _constant(node, f"{name}_value", ALMOST_ZERO, node.inputs[0].dtype.numpy())
-    made = ir.node("Pad", [node.inputs[0], pads, value])
+    pads = np.asarray([0, 0, *ends[:half], 0, 0, *ends[half:]], np.int64)
+    value = np.asarray(ALMOST_ZERO, node.inputs[0].dtype.numpy())
+    constants = (
+        added_constant(node, f"{name}_pads", pads),
+        added_constant(node, f"{name}_value", value),
+    )
+    made = ir.node("Pad", [node.inputs[0], *constants])
     made.name, made.outputs[0].name = f"{node.name}_padded", name
     _graph(node).insert_before(node, made)
     node.replace_input_with(0, made.outputs[0])
@@ -74,7 +79,7 @@ def _cut_behind(node: ir.Node, sizes: list[int]) -> None:
     whole, name = node.outputs[0], str(node.outputs[0].name)
     axes = [axis + 2 for axis in range(len(sizes))]
     ends = [
-        _constant(node, f"{name}_{what}", numbers, np.int64)
+        added_constant(node, f"{name}_{what}", np.asarray(numbers, np.int64))
         for what, numbers in (("first", [0] * len(sizes)), ("last", sizes), ("axes", axes))
     ]
     made = ir.node("Slice", [whole, *ends])
@@ -84,13 +89,6 @@ def _cut_behind(node: ir.Node, sizes: list[int]) -> None:
     made.replace_input_with(0, whole)
     whole.name, cut.name, whole.shape = f"{name}_whole", name, None
     _graph(node).insert_after(node, made)
-
-
-def _constant(node: ir.Node, name: str, numbers: Any, dtype: Any) -> ir.Value:
-    tensor = ir.tensor(np.asarray(numbers, dtype), name=name)
-    value = ir.Value(name=name, const_value=tensor)
-    _graph(node).register_initializer(value)
-    return value
 
 
 def _graph(node: ir.Node) -> Any:

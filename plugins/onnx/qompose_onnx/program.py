@@ -215,7 +215,7 @@ def _loaded(path: Path, runtime: str) -> Session:
     for name in known:
         if missing(name) is None:
             if name == OPENVINO:
-                from qompose_onnx.concatenations import settle_file
+                from qompose_onnx.openvino_defects import settle_file
 
                 settle_file(path)
             return SESSIONS[name](path)

@@ -15,6 +15,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from qompose_onnx.initializers import added_constant
+
 KEPT: Final = {"Reshape": 0, "Expand": 1}
 """By operator, what stands in the shape that it takes for the size of its input in that place."""
 
@@ -50,11 +52,7 @@ def _take_constants(node: ir.Node) -> None:
     if unknown > (node.op_type == "Reshape") or 0 in [*before, *after]:
         return
     shape = np.asarray([-1 if size is None else size for size in sizes], np.int64)
-    name = f"{node.outputs[0].name}_shape"
-    constant = ir.Value(name=name, const_value=ir.tensor(shape, name=name))
-    holder: Any = node.graph
-    holder.register_initializer(constant)
-    node.replace_input_with(1, constant)
+    node.replace_input_with(1, added_constant(node, f"{node.outputs[0].name}_shape", shape))
     if node.op_type == "Reshape":
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
 

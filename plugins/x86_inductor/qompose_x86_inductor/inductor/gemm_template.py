@@ -20,7 +20,7 @@ our own C++ is used (`native.products`), this concerns nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.inductor.bodies import nodes_in
 from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 
@@ -62,7 +63,7 @@ _OTHER_PRODUCTS: Final = frozenset(
 
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
-    calls = [node for module in _graphs(graph) for node in module.graph.nodes]
+    calls = [*nodes_in(graph)]
     products = () if processor.isa() is not None else _OURS
     ours = (node for node in calls if _packet(node) in products)
     return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}
@@ -139,11 +140,6 @@ def kept_from_template(graph: GraphModule) -> set[Node]:
 def computed_zeros(zero_points: Tensor) -> Tensor:
     """Return the same zeros, computed: the template is for weights whose zero points are constants."""
     return torch.zeros_like(zero_points)
-
-
-def _graphs(graph: GraphModule) -> Iterator[GraphModule]:
-    """Yield a graph and the bodies of its control flow."""
-    return (module for module in graph.modules() if isinstance(module, GraphModule))
 
 
 def _packet(node: Node) -> Any:

@@ -10,7 +10,7 @@ Without VNNI that goes for weights of seven bits; others are multiplied as `oned
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention, native_recurrent
+from qompose_x86_inductor.inductor.bodies import nodes_in
 from qompose_x86_inductor.inductor.buffers import registered
 from qompose_x86_inductor.native import (
     attention,
@@ -137,7 +138,7 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `native`, where a graph may get some."""
-    nodes = [*_all_nodes(graph)]
+    nodes = [*nodes_in(graph)]
     isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
     layers = _layers(nodes)
     if isa is not None and (layers or _has_products(graph)):
@@ -155,13 +156,6 @@ def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     found = {"cpp_wrapper": True, _OPTION: shims, "aot_inductor.metadata": metadata}
     # The file with the kernels gets -O1. Its headers ask GCC for more; with -O3, GCC 12 may crash.
     return found if is_gcc() else {**found, "aot_inductor.compile_wrapper_opt_level": "O3"}
-
-
-def _all_nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """Yield the nodes of a graph and of the bodies in it."""
-    for module in graph.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
 
 
 def _layers(nodes: Iterable[fx.Node]) -> dict[Any, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations of int8 in OpenVINO, which computes them wrongly where convolutions read them."""
+"""Concatenations of int8 and averages that count padding, which OpenVINO is to read in another form."""
 
 from __future__ import annotations
 

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What OpenVINO would compute wrongly without a word, in a form that it computes rightly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from qompose_onnx import concatenations, padded_pools
+
+
+def settle(model: ir.Model) -> bool:
+    """Settle all that is known, in place, and tell whether there was any.
+
+    Raises:
+        ONNXTargetError: there is no such form for some of it.
+    """
+    return concatenations.settle(model) | padded_pools.settle(model)
+
+
+def settle_file(path: Path) -> None:
+    """Settle it in a file, in place; see `settle`."""
+    model = ir.load(path)
+    if settle(model):
+        ir.save(model, path)
