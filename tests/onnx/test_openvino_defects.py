@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations of int8 and averages that count padding, which OpenVINO is to read in another form."""
+"""Concatenations of int8, averages that count padding, and reductions: OpenVINO is to read another form."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,28 @@ def test_an_average_whose_size_is_rounded_up_is_refused_where_that_is_dynamic() 
     pool = nn.AvgPool2d(3, 2, 1, ceil_mode=True)
     with pytest.raises(ONNXTargetError, match="ceil_mode"):
         _averaged(pool, "openvino", dynamic_shapes=({2: height},))
+
+
+class Reduced(nn.Module):
+    """Two linears, of which the second reads a reduction of the first, that has a scale per channel."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8, bias=False), nn.Linear(8, 4)
+        self.reduce = reduce
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(self.reduce(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "reduce", [lambda y: y.mean(1), lambda y: y.amax((0, 1)), lambda y: y.sum((1, 2)).relu()]
+)
+def test_scales_per_channel_go_through_reductions_in_their_places(
+    reduce: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    program, wanted = _made(Reduced(reduce), "openvino")
+    found = program(*X)
+    assert found.shape == wanted.shape
+    assert sqnr(wanted, found) > 45

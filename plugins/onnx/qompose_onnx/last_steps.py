@@ -25,6 +25,7 @@ from qompose_onnx.fused_graph import (
     in_onnx_runtime,
     in_openvino,
     is_fused,
+    multiplies_integers,
     origins_of,
 )
 from qompose_onnx.names import (
@@ -146,7 +147,7 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
     for claim, nodes in made.claims.items():
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]
         own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
-        fused = _fused(own, reads_integers=any(map(_reads_integers, nodes)))
+        fused = kernel if kernel and any(map(_is_of_integers, own)) else _fused(own, nodes)
         if any(map(_reads_sixteen_bits, nodes)) and runtime == OpenVinoSession.runtime:
             fallbacks[claim] = f"{runtime} computes in float, and leaves out rounding to 16 bits"
         elif any(map(_reads_sixteen_bits, nodes)):
@@ -167,8 +168,14 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
 _IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
 
 
-def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
-    """Return the kernel of the operators that are left of a region, None where they compute in float."""
+def _is_of_integers(left: tuple[str, bool]) -> bool:
+    """Tell whether OpenVINO computes what is left as a product of integers, scaled behind it or not."""
+    name, reads = left
+    return multiplies_integers(name, reads=reads)
+
+
+def _fused(own: list[tuple[str, bool]], nodes: list[Node]) -> str | None:
+    """Return the kernel of the operators that are left of nodes, None where they compute in float."""
     for name, _ in own:
         if is_fused(name):
             return name
@@ -177,7 +184,7 @@ def _fused(own: list[tuple[str, bool]], *, reads_integers: bool) -> str | None:
     if all(reads and name not in PRODUCTS for name, reads in own):
         return MOVED
     compressed = any(name.endswith(COMPRESSED) for name, _ in own)
-    return OPENVINO_WEIGHTS if compressed and not reads_integers else None
+    return OPENVINO_WEIGHTS if compressed and not any(map(_reads_integers, nodes)) else None
 
 
 def _multiplies(node: Node) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from qompose_onnx import concatenations, padded_pools
+from qompose_onnx import concatenations, padded_pools, reductions
 
 
 def settle(model: ir.Model) -> bool:
@@ -16,7 +16,8 @@ def settle(model: ir.Model) -> bool:
     Raises:
         ONNXTargetError: there is no such form for some of it.
     """
-    return concatenations.settle(model) | padded_pools.settle(model)
+    settled = [part.settle(model) for part in (concatenations, padded_pools, reductions)]
+    return any(settled)
 
 
 def settle_file(path: Path) -> None:
