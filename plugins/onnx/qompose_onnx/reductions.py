@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions that drop dimensions, which OpenVINO is to read as ones that keep them, and a squeeze.
 
-Of a linear without a bias that is reduced and quantized, OpenVINO 2026.4 moves the scales of the channels behind
-the reduction, in the shape that they had before it: wrong numbers, without a word.
+Of a linear without a bias that is reduced and quantized, OpenVINO 2026.4 moves the scales of channels behind
+the reduction, in the shape that they had before: wrong numbers, without a word.
 """
 
 from __future__ import annotations
