@@ -78,7 +78,7 @@ def survey(
         and _computes_floats(node, made)
     ]
     folded = {node.name for _, node in listed} - claim_of.keys() - produced.keys()
-    reasons |= dict.fromkeys(folded, FOLDED)
+    reasons |= dict.fromkeys(folded, FOLDED) | _merged(rewrites)
     read = _reads(exported, working, {node.name: name for name, node in listed}, rewrites)
     return tuple(
         Operator(
@@ -92,6 +92,17 @@ def survey(
         )
         for name, node in listed
     )
+
+
+def _merged(rewrites: Iterable[Rewrite]) -> dict[str, str]:
+    """Return by operators that a rewrite merged into another where they are, if no claim has both."""
+    return {
+        name: f"it is folded into {rewrite.pieces[0]}"
+        for rewrite in rewrites
+        if rewrite.pieces and not rewrite.member and rewrite.merges
+        for name in rewrite.nodes
+        if name not in rewrite.pieces
+    }
 
 
 def _reads(

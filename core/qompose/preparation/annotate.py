@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms import algorithms_of
-from qompose.errors import MemberError, UserError, blaming, first_of, locating
+from qompose.errors import MemberError, UserError, blaming, first_of, locating, warn_user
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, earlier_regions
 from qompose.plan.plan import Rewrite
@@ -73,12 +73,19 @@ class Annotated:
     members: Mapping[str, Quantizer]
 
 
-def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = False) -> Annotated:
+def annotate(
+    exported: GraphModule,
+    quantizer: Quantizer,
+    *,
+    trains: bool = False,
+    fold_batch_norms: bool = False,
+) -> Annotated:
     """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
 
     Args:
         quantizer: bound to the program (`Quantizer.bound`).
         trains: the program is to be trained, and is not repaired.
+        fold_batch_norms: fold those too that no claim covers.
     """
     members = dict(quantizer.labelled_members)
     before = frozenset(name for claim, _ in quantized_before(exported) for name in claim.nodes)
@@ -98,14 +105,17 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
         tried.append((candidates, made))
         return tried[-1][1]
 
+    regardless = (FOLD_BATCH_NORM,) if fold_batch_norms else ()
     made, candidates, refused = covered_rewrites(
-        exported, found, attempt, quantizer.objection_to_rewrite
+        exported, found, attempt, quantizer.objection_to_rewrite, regardless
     )
     composition, working = made.composition, made.working
     check_contests(composition.conflicts, quantizer.on_conflict)
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
     composition.notes += _refusals(refused, composition.chosen if trains else ())
+    if fold_batch_norms:
+        _say_what_stays(refused)
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if before:
@@ -140,6 +150,17 @@ def _refusals(refused: Sequence[Candidate], taken: Iterable[Claim]) -> list[str]
         f"{rewrite} was not applied to {first_of(list(dict.fromkeys(names)), 8)}: {why}"
         for (rewrite, why), names in places.items()
     ]
+
+
+def _say_what_stays(refused: Iterable[Candidate]) -> None:
+    """Warn of the batch norms that were to be folded everywhere, and cannot be."""
+    staying = [
+        f"\n  - {candidate.nodes[-1]} into {candidate.nodes[0]}: {candidate.obstacle}"
+        for candidate in refused
+        if candidate.rewrite == FOLD_BATCH_NORM
+    ]
+    if staying:
+        warn_user(f"fold_batch_norms=True does not fold:{''.join(staying)}")
 
 
 def _attempt(

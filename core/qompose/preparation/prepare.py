@@ -76,6 +76,7 @@ def prepare_pt2e(
     *,
     inplace: bool = False,
     strict: bool = False,
+    fold_batch_norms: bool = False,
 ) -> GraphModule: ...
 
 
@@ -86,6 +87,7 @@ def prepare_pt2e(
     *,
     inplace: bool = False,
     strict: bool = False,
+    fold_batch_norms: bool = False,
 ) -> dict[str, GraphModule]: ...
 
 
@@ -95,6 +97,7 @@ def prepare_pt2e(
     *,
     inplace: bool = False,
     strict: bool = False,
+    fold_batch_norms: bool = False,
 ) -> GraphModule | dict[str, GraphModule]:
     """Insert observers where a quantizer wants them.
 
@@ -105,6 +108,9 @@ def prepare_pt2e(
         quantizer: a quantizer of any engine, the name of an installed backend, or a list for `compose`.
         inplace: edit `model`, a GraphModule, itself.
         strict: raise an error if nothing is quantized, or if a selector matches nothing.
+        fold_batch_norms: fold batch norms in evaluation mode into the layers before them wherever that is
+            exact but for rounding, as torchao does, and not only where a claim covers both. The report
+            lists what was folded; a `QomposeWarning` says what was not, and why.
 
     Returns:
         a GraphModule with the signature and the outputs of `model`, ready to be calibrated; a dict for
@@ -122,9 +128,9 @@ def prepare_pt2e(
         return each_method(
             model,
             "prepare_pt2e",
-            lambda each: _prepared(each, quantizer, inplace, strict, trains=False),
+            lambda each: _prepared(each, quantizer, inplace, strict, folds=fold_batch_norms),
         )
-    return _prepared(model, quantizer, inplace, strict, trains=False)
+    return _prepared(model, quantizer, inplace, strict, folds=fold_batch_norms)
 
 
 def prepare_qat_pt2e(
@@ -164,7 +170,8 @@ def _prepared(
     inplace: bool,
     strict: bool,
     *,
-    trains: bool,
+    trains: bool = False,
+    folds: bool = False,
 ) -> GraphModule:
     quantizer = as_composition(quantizer)
     if inplace and not isinstance(model, GraphModule):
@@ -177,7 +184,7 @@ def _prepared(
         training = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
-        annotated = annotate(exported, quantizer, trains=trains)
+        annotated = annotate(exported, quantizer, trains=trains, fold_batch_norms=folds)
         plan = make_plan(exported, annotated, strict=strict)
         members = annotated.members.items()
         backends = {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}

@@ -13,7 +13,7 @@ by more than `set_global`, or no rule speaks of any product, so that such operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import getitem
@@ -544,6 +544,7 @@ def covered_rewrites(
     found: Sequence[Candidate],
     attempt: Callable[[Sequence[Candidate]], Attempt],
     objection: Objection,
+    regardless: Container[str] = (),
 ) -> tuple[Attempt, list[Candidate], list[Candidate]]:
     """Attempt all rewrites, then those that turned out to be covered, until all of them are.
 
@@ -551,6 +552,7 @@ def covered_rewrites(
 
     Args:
         found: candidates in `exported`; those with an obstacle are not attempted.
+        regardless: rewrites that need no claim.
 
     Returns:
         the last attempt, the rewrites that it made, and those that were refused, each with its obstacle.
@@ -569,6 +571,7 @@ def covered_rewrites(
             _with_objection(candidate, claims, nodes, objection)
             for candidate, pieces in zip(candidates, made.pieces, strict=True)
             if (claims := _claims_using(made.composition, candidate, pieces))
+            or candidate.rewrite in regardless
         ]
         covered = _whole_groups(candidates, covered)
         if covered == candidates:

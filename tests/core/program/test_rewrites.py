@@ -101,6 +101,31 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
         assert {claim_of[name] for name in rewrite.nodes} == {claim_of[piece]} != {None}
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was quantized")
+@pytest.mark.parametrize("quantizer", [toy(LINEAR), NullQuantizer()], ids=["toy", "null"])
+def test_batch_norms_that_nobody_claims_are_folded_if_asked(quantizer: qompose.Quantizer) -> None:
+    model = by_name("conv_bn_relu")
+    program, inputs = model.export(), model.inputs()
+    norms = operators(program.graph_module)["batch_norm"]
+    prepared = qompose.prepare_pt2e(program, quantizer, fold_batch_norms=True)
+    assert norms and not operators(prepared)["batch_norm"]
+    assert [r.name for r in plan_of(prepared).rewrites] == [FOLD_BATCH_NORM] * norms
+    report = qompose.report(prepared)
+    assert len(report.rewrites) == norms
+    reasons = {row.name: row.reason for row in report.rows}
+    assert "folded into conv2d_1" in reasons["batch_norm_1"]
+    with torch.no_grad():
+        assert sqnr(program.module()(*inputs), prepared(*inputs)) > 100
+
+
+def test_a_batch_norm_that_was_to_be_folded_and_cannot_be_is_a_warning() -> None:
+    model = seeded(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
+    program, x = export(model, randn(2, 5, 3)), randn(2, 5, 3)
+    with pytest.warns(qompose.QomposeWarning, match="output features of the linear layer"):
+        prepared = qompose.prepare_pt2e(program, toy(LINEAR), fold_batch_norms=True)
+    assert torch.equal(prepared(x), program.module()(x))
+
+
 def trained(layer: nn.Module, norm: nn.Module) -> nn.Module:
     model = seeded(nn.Sequential(layer, norm))
     if norm.running_mean is not None:
