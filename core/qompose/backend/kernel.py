@@ -260,7 +260,8 @@ class Region:
     ) -> Node:
         """Insert a call at the region's place. `dtype` is that of its value, where not the float output's.
 
-        `target` is an operator, or a function that torch.library.custom_op made one.
+        `target` is an operator, or a function that torch.library.custom_op made one. `lower` refuses a kernel
+        whose last call gives another shape than the region, by its fake.
         """
         example = value_of(self.output_node)
         return self._insert(target, args, example if dtype is None else example.to(dtype))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +44,7 @@ from qompose.program.disk import unpack_constants
 from qompose.program.graph import (
     call,
     copy_graph_module,
+    describe,
     freeze,
     one_thread_at_a_time,
     owner_of,
@@ -51,6 +52,7 @@ from qompose.program.graph import (
     remove_dead,
     result_of,
     result_on,
+    sizes_differ,
     value_of,
     without_readers,
 )
@@ -186,6 +188,9 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     model = refresh(model)
     unpack_constants(model)  # those that no kernel took
     freeze(model)  # integer kernels have no gradients
+    kernels = {number: _who(name, record.plan.claims[number]) for number, name in done.items()}
+    for part in graphs_in(model):
+        _check_shapes(allow_any(part) if runtime is TORCH_TARGET else _made(part.graph), kernels)
     state, notes = state_with(model, record.state, taken)
     plan = replace(record.plan, notes=(*record.plan.notes, *notes))
     record = replace(record, plan=plan, state=state)
@@ -211,7 +216,6 @@ class Step:
 def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
     for part in graphs_in(module):
-        allow_any(part)
         part.recompile()
     return Finished(module)
 
@@ -416,7 +420,7 @@ def _replace(
     region = Region(
         owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output, shared=shared
     )
-    who = f"kernel {kernel.name!r} of {claim.owner}, rule {claim.rule}, at {claim.anchor}"
+    who = _who(kernel.name, claim)
     with blaming(who, NotLowerable):
         emitted = kernel.emit(region)
     if emitted is None:
@@ -425,6 +429,7 @@ def _replace(
         raise ConfigError(f"{who} must return a node that it inserted, got {emitted!r}")
     value, wanted = value_of(emitted), value_of(region.output_node)
     _check_integers(who, region, value)
+    _check_shape(who, region.output_node, value, wanted)
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
     for node in region.inserted:
@@ -436,6 +441,10 @@ def _replace(
     hand_over(region.output_node, emitted, grid)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
+
+
+def _who(kernel: str, claim: Claim) -> str:
+    return f"kernel {kernel!r} of {claim.owner}, rule {claim.rule}, at {claim.anchor}"
 
 
 def _check_integers(who: str, region: Region, value: object) -> None:
@@ -452,6 +461,44 @@ def _check_integers(who: str, region: Region, value: object) -> None:
             "floats, pass float_output=True to Kernel; otherwise give the integers of "
             "region.quantized('output'), and their dtype= to region.call"
         )
+
+
+def _check_shapes(made: Mapping[Node, Any], kernels: Mapping[int, str]) -> None:
+    """Refuse kernels whose results have other shapes than they stand for; `kernels` says who, by claim.
+
+    `Region.call` takes it that a call gives what the region gave. `made` are the results of examples.
+    """
+    for node, value in made.items():
+        whose = [kernels[number] for number in tag_of(node, KERNELS_TAG) or () if number in kernels]
+        if whose:
+            _check_shape(" and ".join(whose), node, value, value_of(node))
+
+
+def _check_shape(who: str, node: Node, value: object, wanted: object) -> None:
+    """Compare shapes, of several tensors too, as far as they are known.
+
+    Raises:
+        ConfigError: a kernel gives others than the region that it replaces.
+    """
+    given, expected = _shapes(value), _shapes(wanted)
+    if given is None or expected is None:
+        return
+    if len(given) != len(expected) or any(map(sizes_differ, given, expected)):
+        raise ConfigError(
+            f"{who} gives {_listed(given)} where the region gives {_listed(expected)}: {describe(node)}. The "
+            "kernel must compute all that the operators do: read their arguments, such as padding, with "
+            "region.argument, or raise NotLowerable; compute open sizes from those of its inputs. If only "
+            "the operator's register_fake is wrong, correct that"
+        )
+
+
+def _shapes(value: object) -> list[torch.Size] | None:
+    leaves = pytree.tree_leaves(value)
+    return [x.shape for x in leaves] if all(isinstance(x, Tensor) for x in leaves) else None
+
+
+def _listed(shapes: Iterable[torch.Size]) -> str:
+    return ", ".join(str([*shape]) for shape in shapes) or "nothing"
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:
@@ -603,8 +650,8 @@ _OF_MEMORY = {aten.as_strided.default, aten.as_strided_.default, aten.view.dtype
 """Operators that see a tensor as it lies in memory."""
 
 
-def allow_any(module: GraphModule) -> None:
-    """Let a lowered graph compute the exported values in the exported layouts, in place.
+def allow_any(module: GraphModule) -> Mapping[Node, Any]:
+    """Let a lowered graph compute the exported values in the exported layouts, in place; return `_made`.
 
     A kernel may give its result another layout than the operators that it replaced. Most operators ask for
     values alone, and views may take any layout. These depend on more: what a graph gives back, whose strides
@@ -620,6 +667,7 @@ def allow_any(module: GraphModule) -> None:
     for root in roots:
         if root in made and not _as_exported(root, made[root]):
             _restore(root)
+    return made
 
 
 def _made(graph: Graph) -> dict[Node, Any]:

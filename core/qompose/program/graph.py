@@ -7,7 +7,7 @@ import copy
 import gc
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from threading import RLock
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _PyTreeInfo
 from torch.fx.node import map_arg
 
@@ -321,17 +322,39 @@ def result_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def result_on(call: Node, values: Mapping[Node, Any]) -> Any:
-    """Return what a call gives for examples of what it reads, None where one is missing or it cannot run."""
+    """Return what a call gives for examples of what it reads, None where one is missing or it cannot run.
+
+    What it asks of open sizes is answered for the example, and leaves them open.
+    """
     if any(values[read] is None for read in call.all_input_nodes):
         return None
     target: Any = call.target
     args, kwargs = map_arg((call.args, dict(call.kwargs)), values.__getitem__)
     modes = (getattr(value, "fake_mode", None) for value in values.values())
+    mode: Any = next(filter(None, modes), None)
+    sizes = getattr(mode, "shape_env", None)
     try:
-        with next(filter(None, modes), None) or nullcontext():
+        with mode or nullcontext(), sizes.suppress_guards() if sizes else nullcontext():
             return result_of(target, *args, **kwargs)
     except Exception:  # an operator without a fake implementation says nothing
         return None
+
+
+def sizes_differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Tell whether sizes are known to differ: in the example, or since one is a number and one an open size.
+
+    What is expressed in another way does not, as such, nor what only data tell. This adds no guards.
+    """
+    return len(one) != len(other) or any(map(_size_differs, one, other))
+
+
+def _size_differs(one: Any, other: Any) -> bool:
+    sizes = [s.node for s in (one, other) if isinstance(s, torch.SymInt)]
+    first, second = (s.node.hint if isinstance(s, torch.SymInt) else s for s in (one, other))
+    if first is None or second is None:
+        return statically_known_true(one != other)
+    constant = [size for size in (one, other) if isinstance(size, int) or size.node.expr.is_Integer]
+    return first != second or (len(constant) == 1 and any(size.expr.is_Symbol for size in sizes))
 
 
 def behind_modules(argument: Any) -> Node:

@@ -197,6 +197,63 @@ def test_a_kernel_that_gives_floats_for_integers_is_named() -> None:
         qompose.lower(converted)
 
 
+def other_dim(region: Region) -> Node:
+    """Take apart another dimension than is asked for."""
+    return region.call(torch.ops.aten.chunk.default, region.inputs("self")[0], 2, 0)
+
+
+def padding(region: Region, insert: Any, *args: Any, **kwargs: Any) -> Node:
+    source = region.quantized("input")
+    return insert(torch.ops.aten.constant_pad_nd.default, source.node, [0, 5], *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def one_batch(region: Region) -> Node:
+    """The sizes of the example, as numbers."""
+    source = region.quantized("input").node
+    return region.call(torch.ops.aten.new_zeros.default, source, [6, 4], dtype=torch.int8)
+
+
+WRONG_SHAPES = {
+    "declared as the region's": (lambda r: padding(r, r.call, dtype=torch.int8), r"\[6, 8\]"),
+    "known from a step": (lambda r: padding(r, r.step), r"\[6, 8\]"),
+    "behind a step": (
+        lambda r: r.call(torch.ops.aten.neg.default, padding(r, r.step), dtype=torch.int8),
+        r"\[6, 8\]",
+    ),
+    "with the batch of the example": (one_batch, r"\[6, 4\]"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "target"),
+    [
+        *((case, None, "torch") for case in WRONG_SHAPES if "batch" not in case),
+        *((case, torch.export.Dim("rows"), "torch") for case in WRONG_SHAPES),
+        ("declared as the region's", None, "device"),
+    ],
+)
+def test_a_kernel_that_gives_another_shape_is_named(case: str, rows: Any, target: str) -> None:
+    """At the call it was an error of another operator, or, behind a mean, a wrong number."""
+    emit, given = WRONG_SHAPES[case]
+    program = export(seeded(Model(lambda m, x: m.first(x).mean(0), first=nn.Linear(3, 4))), X,
+                     dynamic_shapes=({0: rows},) if rows else None)  # fmt: skip
+    quantizer = toy(linear_for(**{target: Kernel("short", emit)}), targets=(device(),))
+    converted = convert(program, quantizer, X)
+    given = given.replace("6, 8", r"\w+, 8") if rows else given
+    with pytest.raises(ConfigError, match=rf"'short' of toy, rule linear, .*{given}.* in first"):
+        qompose.lower(converted, target)
+    (x,) = (n for n in program.graph.nodes if n.name == "x")
+    assert rows is None or x.meta["val"].shape[0].node.maybe_as_int() is None
+
+
+def test_a_kernel_that_gives_several_tensors_of_other_shapes_is_named() -> None:
+    row = rule("chunk", OperatorPattern((torch.ops.aten.chunk.default,)), activations=("self",),
+               output=False, kernels={"torch": Kernel("chunks", other_dim)})  # fmt: skip
+    program = export(Model(lambda m, x: x.chunk(2, 1)), randn(6, 4))
+    with pytest.raises(ConfigError, match=r"'chunks' of toy, .*\[3, 4\], \[3, 4\]"):
+        qompose.lower(convert(program, toy(row), randn(6, 4)))
+
+
 def two_readers(m: Any, x: Tensor) -> Tensor:
     y = m.first(x)
     return m.left(y) + m.right(y)

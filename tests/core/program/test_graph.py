@@ -26,6 +26,7 @@ from qompose.program.graph import (
     one_thread_at_a_time,
     refresh,
     set_attribute,
+    sizes_differ,
 )
 from qompose.program.meta import claim_of, clear_origin, operator_of, tag, tag_of
 from torch import nn
@@ -192,3 +193,29 @@ def test_a_process_forked_while_a_thread_traces_does_not_wait_for_it() -> None:
     done.set()
     tracing.join()
     assert child.exitcode == 0
+
+
+def test_sizes_that_are_known_to_differ() -> None:
+    """In the example, or because one is a number; what is expressed differently does not, as such."""
+    x = torch.arange(8)
+    dynamic_shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = export(Model(lambda m, x: (x, x.nonzero())), x, dynamic_shapes=dynamic_shapes)
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    batch, unknown = (node.meta["val"].shape[0] for node in output.args[0])
+    differ = [
+        ((batch,), (batch + 1,)),
+        ((batch,), (8,)),
+        ((4, 3), (4, 3, 1)),
+        ((unknown,), (unknown + 1,)),
+    ]
+    may_be_equal = [
+        ((batch, 3), (batch, 3)),
+        ((batch,), (batch // 4 * 4,)),
+        ((batch // 4 - batch // 4 % 2,), (2,)),
+        ((unknown,), (8,)),
+        ((unknown,), (batch,)),
+    ]
+    guards = len(batch.node.shape_env.guards)
+    assert [sizes_differ(*pair) for pair in differ] == [True] * 4
+    assert [sizes_differ(*pair) for pair in may_be_equal] == [False] * 5
+    assert len(batch.node.shape_env.guards) == guards and batch.node.maybe_as_int() is None
