@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors, commit_factors
-from qompose.conversion.qparams_solver import Observed, Solution, solve
+from qompose.conversion.qparams_solver import UNIT_SCALE, Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
+from qompose.errors import ConfigError
 from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer
 from qompose.observers.foreign_observer import Delegate, check_graph, is_quantize_affine
 from qompose.observers.input_sums import input_observers
@@ -88,7 +89,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool = False,
+    allow_uncalibrated: bool | Literal["unit_scale"] = False,
 ) -> GraphModule: ...
 
 
@@ -99,7 +100,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool = False,
+    allow_uncalibrated: bool | Literal["unit_scale"] = False,
 ) -> dict[str, GraphModule]: ...
 
 
@@ -109,7 +110,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool = False,
+    allow_uncalibrated: bool | Literal["unit_scale"] = False,
 ) -> GraphModule | dict[str, GraphModule]:
     """Replace observers with quantize and dequantize operators, and parameters with integers.
 
@@ -123,13 +124,21 @@ def convert_pt2e(
             for weights whose integers an algorithm chose.
         inplace: turn `model` itself into the result. Float parameters are freed one by one as they are
             quantized, so that both forms are never held at once.
-        allow_uncalibrated: leave regions whose observers saw no data in float instead of raising.
+        allow_uncalibrated: leave regions whose observers saw no data in float instead of raising. With
+            "unit_scale" they are quantized with a scale of 1 and a zero point of 0, to look at graphs,
+            kernels and times before there is data: a `QomposeWarning` and the report name the tensors,
+            and what the model computes means nothing.
 
     Raises:
         StageError: the model was not prepared.
+        ConfigError: `allow_uncalibrated` is another word.
         UncalibratedError: observers saw no data; the message lists their tensors.
         CalibrationError: a tensor's statistics give no usable scale.
     """
+    if not isinstance(allow_uncalibrated, bool) and allow_uncalibrated != UNIT_SCALE:
+        raise ConfigError(
+            f"allow_uncalibrated must be False, True or {UNIT_SCALE!r}, got {allow_uncalibrated!r}"
+        )
     options = (use_reference_representation, fold_quantize, inplace, allow_uncalibrated)
     if isinstance(model, Mapping):
         methods = each_method(model, "convert_pt2e", lambda each: _converted(each, *options))
@@ -144,7 +153,7 @@ def _converted(
     reference: bool,
     fold_quantize: bool,
     inplace: bool,
-    allow_uncalibrated: bool,
+    allow_uncalibrated: bool | Literal["unit_scale"],
 ) -> GraphModule:
     record = record_of(
         model,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from qompose.errors import (
     UnlearnedError,
     blaming,
     first_of,
+    warn_user,
 )
 from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
@@ -36,6 +37,7 @@ from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
 from qompose.observers.input_sums import without_rows
 from qompose.observers.make_observer import (
+    channel_axis,
     check_observer,
     eps_of,
     has_data,
@@ -46,7 +48,7 @@ from qompose.observers.make_observer import (
     qparams_of,
     was_fed,
 )
-from qompose.observers.min_max import PlaceholderObserver, keeps_a_range_alone
+from qompose.observers.min_max import FixedQParamsObserver, PlaceholderObserver, keeps_a_range_alone
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.plan import Group, Plan, subject_of
 from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nested_call, nodes_in
@@ -57,6 +59,9 @@ from qompose.spec.claim import Point
 from qompose.spec.qdq import Absorbed, QParams
 from qompose.spec.qparams import CASTS, FLOAT_ZERO_POINT, Bounds
 from qompose.spec.quantization_spec import QuantizationSpec, converts_itself
+
+UNIT_SCALE: Literal["unit_scale"] = "unit_scale"
+"""What `allow_uncalibrated` is where tensors without data get a scale of 1, for want of a better one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,11 @@ class Solution:
 
 
 def solve(
-    model: GraphModule, plan: Plan, *, allow_uncalibrated: bool, unlearned: bool = False
+    model: GraphModule,
+    plan: Plan,
+    *,
+    allow_uncalibrated: bool | Literal["unit_scale"],
+    unlearned: bool = False,
 ) -> Solution:
     """Return the quantization parameters of a prepared model, which is left as it is.
 
@@ -149,6 +158,7 @@ class QParamsSolver:
         self.model, self.plan, self._unlearned = model, plan, unlearned
         self._algorithms = algorithms_of(plan.claims)
         self.dropped: dict[int, str] = {}
+        self._assumed: list[str] = []
         self._widened: dict[int, float] = {}
         self._attempts: Counter[int] = Counter()
         self._nodes = {node.name: node for node in nodes_in(model)}
@@ -178,12 +188,12 @@ class QParamsSolver:
                 self.plan.groups[number], f"the observer of {self.describe(number)} was removed"
             )
 
-    def solve(self, *, allow_uncalibrated: bool) -> Solution:
+    def solve(self, *, allow_uncalibrated: bool | Literal["unit_scale"]) -> Solution:
         """Return what the statistics give."""
         self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
-        self._check_learned(allow_uncalibrated)
+        self._check_learned(bool(allow_uncalibrated))
         self._drop_what_cannot_stand()
         self._estimate()
         while self._drop_out_of_bounds():  # others may have been scaled with what is dropped now
@@ -359,7 +369,7 @@ class QParamsSolver:
     def _drop(self, group: Group, reason: str) -> None:
         self.dropped.update(dict.fromkeys(group.claims, reason))
 
-    def _check_calibrated(self, allow_uncalibrated: bool) -> None:
+    def _check_calibrated(self, allow_uncalibrated: bool | Literal["unit_scale"]) -> None:
         missing = [
             number
             for number in range(len(self.plan.groups))
@@ -368,13 +378,35 @@ class QParamsSolver:
         idle = self._idle_points(missing)
         if (missing or idle) and not allow_uncalibrated:
             raise UncalibratedError([*map(self.describe, missing), *idle.values()])
+        if allow_uncalibrated == UNIT_SCALE:
+            missing = self._without_unit_scale(missing)
         for group in (self.plan.groups[number] for number in missing):
             self._drop(group, f"{group.points[0]} never saw calibration data")
-        for point in idle:
+        for point in () if allow_uncalibrated == UNIT_SCALE else idle:
             self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
         for number in set(range(len(self.plan.groups))) - {*missing}:
             if self._needs_data(number) and _saw_only_nan(self.observer(number)):
                 raise CalibrationError(f"{self.describe(number)} was NaN in all of the training")
+
+    def _without_unit_scale(self, missing: Sequence[int]) -> list[int]:
+        """Give groups that saw nothing a scale of 1, and return those whose observers replace themselves."""
+        assumed = [number for number in missing if not self.converts_itself(number)]
+        for number in assumed:
+            spec: Any = self.plan.groups[number].spec
+            axis = channel_axis(spec, self.observer(number))
+            if spec.is_dynamic:  # its channels were watched for factors, which it goes without
+                self._observers[number] = base_observer(self.observer(number))
+                continue
+            fixed = FixedQParamsObserver(1.0, 0, spec.dtype)
+            if axis is not None:
+                channels = int(value_of(self._value(number)).shape[axis])
+                fixed.scale, fixed.zero_point = torch.ones(channels), torch.zeros(channels).long()
+            self._observers[number] = fixed
+            self._assumed.append(f"{self.describe(number)} never saw data: its scale is 1")
+        if self._assumed:
+            listed = "\n  - ".join(self._assumed)
+            warn_user(f"the numbers of this model mean nothing without calibration:\n  - {listed}")
+        return [number for number in missing if number not in assumed]
 
     def _check_learned(self, allow_uncalibrated: bool) -> None:
         """Check that algorithms which learn from data had their turn.
@@ -527,7 +559,14 @@ class QParamsSolver:
         few = [*self._too_few_examples(), *self._mostly_repeated(), *self._without_channels()]
         few += self._without_rows()
         found += self._not_finite()
-        return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
+        return [
+            *self._assumed,
+            *found,
+            *refused,
+            *few,
+            *self._few_levels(),
+            *self._lost_in_casts(changed),
+        ]
 
     def _choices(self) -> Iterator[tuple[int, Choice]]:
         """Yield the groups whose range was chosen by what reads them, and the choice."""

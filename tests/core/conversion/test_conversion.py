@@ -253,6 +253,42 @@ def test_uncalibrated_regions_may_stay_in_float() -> None:
     assert "inner.unseen.weight" in converted.state_dict()
 
 
+def test_uncalibrated_regions_may_have_a_scale_of_one() -> None:
+    """What is quantized then is what is with data: the graph can be looked at before there is any."""
+    prepared = prepare(any_rows(two_inputs()), toy(LINEAR))
+    prepared(X, X[:0])
+    with pytest.warns(qompose.QomposeWarning, match="linear_1 in inner.unseen") as caught:
+        converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
+    assert len(caught) == 1
+    rows = {row.name: row for row in qompose.report(converted).rows}
+    assert rows["linear"].state == rows["linear_1"].state == "simulated (Q/DQ)"
+    assert sum("scale is 1" in note for note in qompose.report(converted).notes) == 2
+    scales = [n.args[1] for n in nodes_calling(converted, "quantize_per_tensor")]
+    assert scales.count(1.0) == 2 and len(scales) == 4
+    prepared(X, X)
+    calibrated = qompose.convert_pt2e(prepared)
+    assert operators(calibrated) == operators(converted)
+    assert 1.0 not in [n.args[1] for n in nodes_calling(calibrated, "quantize_per_tensor")]
+
+
+def test_channels_that_saw_nothing_have_a_scale_of_one_each() -> None:
+    channels = QuantizationSpec(
+        torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 1
+    )
+    config = QuantizationConfig(channels, None, WEIGHT)
+    prepared = prepare(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR, config=config))
+    with pytest.warns(qompose.QomposeWarning):
+        converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
+    (quantize,) = nodes_calling(converted, "quantize_per_channel")
+    assert converted.get_buffer(quantize.args[1].target).tolist() == [1.0] * 3
+
+
+def test_another_word_for_what_is_uncalibrated_is_refused(model: nn.Module) -> None:
+    prepared = prepare(export(model, X), toy(LINEAR))
+    with pytest.raises(ConfigError):
+        qompose.convert_pt2e(prepared, allow_uncalibrated="unit")  # type: ignore[call-overload]
+
+
 def test_a_dynamic_tensor_needs_no_calibration_whatever_its_observer(model: nn.Module) -> None:
     """Some configurations of this field observe dynamic tensors by minimum and maximum."""
     activation = QuantizationSpec(
