@@ -178,3 +178,25 @@ def test_importing_the_plugin_imports_no_runtime_and_no_exporter() -> None:
     heavy = "{'onnx', 'onnx_ir', 'onnxscript', 'onnxruntime', 'openvino'}"
     printed = python("-c", f"import sys, qompose_onnx; print(*sorted({heavy} & {{*sys.modules}}))")
     assert printed.split() == []
+
+
+@pytest.mark.parametrize("is_per_channel", [True, False], ids=["per channel", "per tensor"])
+def test_onnx_runtime_can_make_sums_of_eight_bits_exact_everywhere(
+    tmp_path: Path, is_per_channel: bool
+) -> None:
+    """Its option makes weights unsigned, and gives them and their zero points new names."""
+    ort = pytest.importorskip("onnxruntime")
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+    nn.init.ones_(model[0].weight)
+    settings = config(bits=8, is_per_channel=is_per_channel)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(settings)
+    result = qompose.quantize(
+        model, X, backends=quantizer, calibration=[X], target="onnx", progress=False
+    )
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    path = str(result.model.save(tmp_path / "model.onnx"))
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: X[0].numpy()})
+    with torch.no_grad():
+        assert sqnr(result.converted(*X), torch.from_numpy(found)) > 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations of int8, averages that count padding, and reductions: OpenVINO is to read another form."""
+"""Concatenations of int8, averages, padding and reductions, which OpenVINO is to read in another form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import qompose
 import torch
+import torch.nn.functional as F
 from qompose.backend import load_backend
 from qompose_onnx import ONNXProgram, get_onnx_quantization_config as config
 from qompose_onnx.errors import ONNXTargetError
@@ -116,6 +117,31 @@ def test_scales_per_channel_go_through_reductions_in_their_places(
 ) -> None:
     torch.manual_seed(0)
     program, wanted = _made(Reduced(reduce), "openvino")
+    found = program(*X)
+    assert found.shape == wanted.shape
+    assert sqnr(wanted, found) > 45
+
+
+class Padded(nn.Module):
+    """Two convolutions with padding between them, of integers whose zero point is not 0."""
+
+    def __init__(self, pads: tuple[int, ...], channels: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 1), nn.Conv2d(channels, 3, 1)
+        self.pads = pads
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(F.pad(self.first(x), self.pads))
+
+
+@pytest.mark.parametrize(
+    ("pads", "channels"), [((2, 0), 4), ((0, 0, 1, 1), 4), ((0, 0, 0, 0, 1, 0), 5)], ids=str
+)
+def test_padding_of_one_dimension_pads_with_the_zero_point(
+    pads: tuple[int, ...], channels: int
+) -> None:
+    torch.manual_seed(0)
+    program, wanted = _made(Padded(pads, channels), "openvino")
     found = program(*X)
     assert found.shape == wanted.shape
     assert sqnr(wanted, found) > 45

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
+from qompose_onnx.behind import cut_behind, graph_of
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.initializers import added_constant
 
@@ -33,7 +34,7 @@ def settle(model: ir.Model) -> bool:
         sizes = _sizes_to_keep(node)
         _pad_before(node)
         if sizes:
-            _cut_behind(node, sizes)
+            cut_behind(node, dict(enumerate(sizes, 2)))
     return bool(found)
 
 
@@ -69,28 +70,6 @@ def _pad_before(node: ir.Node) -> None:
     )
     made = ir.node("Pad", [node.inputs[0], *constants])
     made.name, made.outputs[0].name = f"{node.name}_padded", name
-    _graph(node).insert_before(node, made)
+    graph_of(node).insert_before(node, made)
     node.replace_input_with(0, made.outputs[0])
     node.attributes["pads"] = ir.AttrInt64s("pads", [0] * len(ends))
-
-
-def _cut_behind(node: ir.Node, sizes: list[int]) -> None:
-    """Let all that reads an average read so many of its first windows on each axis."""
-    whole, name = node.outputs[0], str(node.outputs[0].name)
-    axes = [axis + 2 for axis in range(len(sizes))]
-    ends = [
-        added_constant(node, f"{name}_{what}", np.asarray(numbers, np.int64))
-        for what, numbers in (("first", [0] * len(sizes)), ("last", sizes), ("axes", axes))
-    ]
-    made = ir.node("Slice", [whole, *ends])
-    made.name, cut = f"{node.name}_cut", made.outputs[0]
-    cut.shape, cut.type = whole.shape, whole.type
-    ir.convenience.replace_all_uses_with(whole, cut, replace_graph_outputs=True)
-    made.replace_input_with(0, whole)
-    whole.name, cut.name, whole.shape = f"{name}_whole", name, None
-    _graph(node).insert_after(node, made)
-
-
-def _graph(node: ir.Node) -> Any:
-    """Return the graph of a node, which has one."""
-    return node.graph
