@@ -41,7 +41,7 @@ from tests.core.sound_backend import (
     weighted,
 )
 from tests.core.sound_products import conv, matmul
-from tests.core.toy import INT8, STATIC
+from tests.core.toy import DYNAMIC, INT8, STATIC
 
 aten = torch.ops.aten
 
@@ -59,6 +59,13 @@ def linear(fault: str = "", **facts: Any) -> Callable[[], Backend]:
     """Return a backend of one linear rule, for static quantization alone unless told otherwise."""
     facts = {"modes": frozenset({"static"}), **facts}
     return lambda: SoundBackend([weighted("linear", relu=False, fault=fault, **facts)], configs=ONE)
+
+
+def at_run_time(fault: str = "", **facts: Any) -> Callable[[], Backend]:
+    """Return the same for dynamic quantization."""
+    facts = {"modes": frozenset({"dynamic"}), **facts}
+    rule = weighted("linear", relu=False, fault=fault, **facts)
+    return lambda: SoundBackend([rule], configs={"dynamic": DYNAMIC})
 
 
 def emitting(emit: Callable[[Region], Node | None]) -> dict[str, Kernel]:
@@ -112,6 +119,12 @@ def real(region: Region, x: Any, integers: Node) -> Node:
     floats = region.call(aten.to.dtype, integers, torch.float32, dtype=torch.float32)
     centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
     return region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
+
+
+def in_floats(region: Region) -> Node:
+    """Give floats, where integers are wanted too."""
+    node = Linear(relu=False)(region)
+    return region.call(aten.to.dtype, node, torch.float32, dtype=torch.float32)
 
 
 def again_in_float(region: Region) -> Node:
@@ -338,6 +351,10 @@ WRONG = {
     "saturating sums": fails("matches_reference", linear("saturates"), "saturation"),
     "another dtype": fails("matches_reference", lambda: SoundBackend([FLOAT64]), "torch.float64"),
     "no relu": fails("matches_reference_for_integers", static(NO_RELU), ZERO_POINTS),
+    "floats where integers are read": fails(
+        "matches_reference_for_integers", at_run_time(kernels=emitting(in_floats)), "float_output=True"
+    ),
+    "dynamic, two steps off": fails("matches_reference_for_integers", at_run_time("two steps"), "2 steps"),
     "wrong for one": fails("takes_other_shapes", linear("one in a batch"), "a batch of 1"),
     "wrong for a batch of matrices": fails("takes_other_shapes", linear("rank"), "dimension"),
     "sums of few bits": fails("takes_other_shapes", linear("few bits"), "4096"),

@@ -132,8 +132,9 @@ def _check_layouts(
 
 
 def matches_reference_for_integers(suite: Suite, trial: Trial, target: str) -> None:
-    """The same, where a consumer of the row reads integers."""
+    """The same, where a consumer of the row reads integers, behind dynamic and weight-only rows too."""
     suite.require(matches_reference, suite.plain(trial), target)
+    suite.judge(lowers, trial, target)  # no other test lowers this model
     matches_reference(suite, trial, target)
 
 

@@ -245,15 +245,11 @@ def _on_targets(rows: Callable[[Suite], Sequence[Case]]) -> Rows:
     ]
 
 
-def _static(suite: Suite) -> list[Case]:
-    return [c for c in suite.modes() if suite.backend.configs[c.config].mode == STATIC]
-
-
 def _feeding(suite: Suite) -> Iterable[Row]:
-    """Yield runtimes other than the process only for rows whose output is not integers anyway."""
-    for case, target in _on_targets(_static)(suite):
-        rule = suite.rule(case.rule)
-        if target == TORCH_TARGET.name or not (rule.output or rule.shares):
+    """Yield runtimes other than the process only for static rows whose output is not integers anyway."""
+    for case, target in _on_targets(Suite.modes)(suite):
+        rule, mode = suite.rule(case.rule), suite.backend.configs[case.config].mode
+        if target == TORCH_TARGET.name or (mode == STATIC and not (rule.output or rule.shares)):
             yield case, target
 
 

@@ -27,6 +27,7 @@ from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer
 from qompose.backend import Backend, Kernel, OperatorPattern, Rule, on_integers
 from qompose.backend.pattern import Shape
 from qompose.backend.rule import STATIC
+from qompose.observers import activation_spec
 from qompose.program.graph import constant_of
 from qompose.spec import FixedQParamsQuantizationSpec, qdq
 from qompose.spec.qparams import decibels
@@ -248,20 +249,27 @@ def surroundings(
 ) -> list[RuleQuantizer]:
     """Return the quantizer of the copies around rows, in a list that is empty if it has nothing to do.
 
-    The copies have the row's own specifications, so that no requantization is in between.
+    The copies have the row's own specifications, so that no requantization is in between. Behind a row
+    without scales that calibration finds they have eight bits; nothing is quantized in front of it.
 
     Args:
         fronts, behinds: paths of the modules that copy.
     """
     spec = config.input_activation
-    if config.mode != STATIC or spec is None or not (fronts or behinds):
+    if config.mode != STATIC or spec is None:
+        fronts, spec = (), _EIGHT_BITS
+    if not (fronts or behinds):
         return []
     quantizer = RuleQuantizer(_Surroundings(targets))
     for path in fronts:
         quantizer.set_module_name(path, _activations(spec, config))
+    output = config.output_activation if config.mode == STATIC else None
     for path in behinds:
-        quantizer.set_module_name(path, _activations(config.output_activation or spec, config))
+        quantizer.set_module_name(path, _activations(output or spec, config))
     return [quantizer]
+
+
+_EIGHT_BITS = activation_spec(torch.int8, -128, 127, range="minmax")
 
 
 def _activations(
