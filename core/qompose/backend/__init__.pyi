@@ -24,6 +24,7 @@ from .interface import (
     claim_of as claim_of,
     clear_origin as clear_origin,
     draft_of as draft_of,
+    graphs_in as graphs_in,
     native_code_wanted as native_code_wanted,
     operator_of as operator_of,
     stages as stages,

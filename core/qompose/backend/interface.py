@@ -23,6 +23,7 @@ from qompose.program.call_interface import (  # public here
     CallSize as CallSize,
 )
 from qompose.program.call_signature import CallSignature as CallSignature  # public here
+from qompose.program.control_flow import graphs_in as graphs_in  # public here
 from qompose.program.graph import arguments_of as arguments_of  # public here
 from qompose.program.meta import (  # public here
     claim_of as claim_of,

@@ -165,7 +165,11 @@ def bodies_of(call: Node) -> list[GraphModule]:
 
 
 def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
-    """Yield a module and all bodies inside it, each before its own bodies."""
+    """Yield a graph and all bodies inside it, each before its own bodies, and once.
+
+    Those are the bodies in which rules apply: of cond, while_loop, scan and map, of `no_grad` and of autocast
+    regions. Bodies of other operators are left out.
+    """
     seen: set[int] = set()
 
     def walk(part: GraphModule) -> Iterator[GraphModule]:

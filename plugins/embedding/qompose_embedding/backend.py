@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from qompose import QuantizationConfig, RuleQuantizer
-from qompose.backend import Backend
+from qompose.backend import Backend, graphs_in
 from qompose.errors import ConfigError
 from torch.fx import GraphModule, Node
 
@@ -36,13 +36,12 @@ class EmbeddingBackend(Backend):
 
     def for_compiler(self, graph: GraphModule) -> GraphModule:
         """Replace bags, and lookups of more than a few rows, by functions of torch's own operators."""
-        for part in graph.modules():  # with the branches of control flow
-            if isinstance(part, GraphModule):
-                for node in list(part.graph.nodes):
-                    if node.op == "call_function":
-                        _bag_in_graph(node)
-                        _look_up_as_bags(node)
-                part.recompile()
+        for part in graphs_in(graph):
+            for node in list(part.graph.nodes):
+                if node.op == "call_function":
+                    _bag_in_graph(node)
+                    _look_up_as_bags(node)
+            part.recompile()
         return graph
 
 

@@ -8,8 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-import torch
-from qompose.backend import CallInterface, CallSignature, Finished, claim_of, operator_of
+from qompose.backend import (
+    CallInterface,
+    CallSignature,
+    Finished,
+    claim_of,
+    graphs_in,
+    operator_of,
+)
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -75,10 +81,10 @@ def _interface(exported: ExportedProgram) -> CallInterface:
     return interface
 
 
-def _claims(module: torch.nn.Module) -> Claims:
+def _claims(module: GraphModule) -> Claims:
     found: dict[int, list[Node]] = {}
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+    for part in graphs_in(module):
+        for node in part.graph.nodes:
             claim = claim_of(node)
             if claim is not None and node.op == "call_function":
                 found.setdefault(claim, []).append(node)

@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+from qompose.backend import graphs_in
 from torch import DispatchKey, Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
@@ -34,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.inductor import native_attention
-from qompose_x86_inductor.inductor.bodies import nodes_in
 from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.onednn.arguments import NAMESPACE
 
@@ -63,7 +63,7 @@ _OTHER_PRODUCTS: Final = frozenset(
 
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
-    calls = [*nodes_in(graph)]
+    calls = [node for part in graphs_in(graph) for node in part.graph.nodes]
     products = () if processor.isa() is not None else _OURS
     ours = (node for node in calls if _packet(node) in products)
     return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}

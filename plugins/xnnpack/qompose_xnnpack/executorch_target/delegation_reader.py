@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from qompose.backend import claim_of, operator_of
+from qompose.backend import claim_of, graphs_in, operator_of
 from torch.fx import Graph, GraphModule, Node
 
 from qompose_xnnpack.executorch_target.delegation import Delegation, Operator, Stray
@@ -70,7 +70,8 @@ class DelegationReader:
                 delegates[tag].append(self._operator(node, self._is_int8(node), ""))
             else:
                 portable.append(self._operator(node, _is_on_integers(node), self._reason(node)))
-        for body in _bodies(module):
+        _, *bodies = graphs_in(module)
+        for body in bodies:
             nodes = filter(is_computation, body.graph.nodes)
             portable += [self._operator(node, _is_on_integers(node), IN_BODY) for node in nodes]
         return Delegation(
@@ -144,11 +145,6 @@ def _is_on_integers(node: Node) -> bool:
     value = node.meta.get("val")
     moved = isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
     return moved or operator_name(node).startswith("quantized_decomposed.")
-
-
-def _bodies(module: GraphModule) -> list[GraphModule]:
-    """Return the graphs inside a program, which conditions and loops call."""
-    return [m for m in module.modules() if isinstance(m, GraphModule) and m is not module]
 
 
 def _source(node: Node, delegates: set[str]) -> Node:

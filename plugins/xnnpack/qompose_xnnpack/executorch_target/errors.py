@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from qompose.backend import graphs_in
 from qompose.errors import TargetError
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -139,8 +140,8 @@ def _operators(said: str, exported: ExportedProgram) -> list[str]:
     What XNNPACK takes outside, it leaves to the runtime in the bodies of conditions and loops.
     """
     root = exported.graph_module
-    parts = [part for part in root.modules() if isinstance(part, GraphModule) and part is not root]
-    inside = [place for part in parts for place in _calls(said, part)]
+    _, *bodies = graphs_in(root)
+    inside = [place for body in bodies for place in _calls(said, body)]
     return inside or list(_calls(said, root))
 
 

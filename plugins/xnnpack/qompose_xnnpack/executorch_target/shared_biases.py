@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from qompose.backend import graphs_in
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -38,8 +39,7 @@ def _shared(graph: GraphModule) -> Iterator[tuple[GraphModule, Node, Node]]:
     """Yield each operator whose bias has other readers: the graph it is in, itself, and the bias."""
     found = [
         (part, read)
-        for part in graph.modules()
-        if isinstance(part, GraphModule)
+        for part in graphs_in(graph)
         for read in part.graph.nodes
         if read.op == "get_attr" and isinstance(_value(part, read), Tensor)
     ]
