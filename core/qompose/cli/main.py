@@ -15,7 +15,7 @@ from typing import Any
 from importlib_metadata import version
 
 from qompose.backend.discovery import describe_error
-from qompose.cli import environment, inspection, new_backend, quantize
+from qompose.cli import inspection, new_backend, quantize
 from qompose.cli.command import Command, Results, own_standard_output, say
 from qompose.errors import InternalError, QomposeError, QomposeWarning
 
@@ -25,7 +25,7 @@ COMMANDS: dict[str, Command] = {
     "calibrate": quantize.CALIBRATE,
     "quantize": quantize.QUANTIZE,
     "report": inspection.REPORT,
-    "env": environment.ENV,
+    "env": inspection.ENV,
     "new-backend": new_backend.NEW_BACKEND,
 }
 DESCRIPTION = """\

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.cli import environment
+from qompose.cli import inspection
 
 from tests.core.cli.conftest import Command
 from tests.core.offering import offered_by_a_package
@@ -43,4 +43,4 @@ def test_settings_are_those_that_change_what_runs(
 
 def test_text_has_every_fact(command: Command) -> None:
     text = command("env").out
-    assert all(name in text for name in environment.facts())
+    assert all(name in text for name in inspection.facts())
