@@ -114,7 +114,13 @@ class _Correction:
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._found.sums.get((product.source, None))
-        found: Tensor | str = "not recorded" if observer is None else observer.seen().values()
+        found: Tensor | str = "not recorded"
+        if observer is not None:
+            dim, kept = channel_dim(product.node, product.weight), observer.dim
+            another = f"of dimension {kept}, its channels are in dimension {dim}"
+            found = (
+                observer.seen().values() if kept == dim else another
+            )  # a convolution reads it too
         if isinstance(found, str):
             raise NotKnown(f"the means of its input {product.source.name} are unknown ({found})")
         for vector, dim in self._factors.absorbed(product.weight.name):

@@ -389,12 +389,13 @@ _PREFIX = "sums_"
 def watch_means(wanted: Iterable[tuple[Node, int, bool]]) -> None:
     """Insert observers of means, each once, for values and the dimensions of their channels.
 
-    What somebody asked for by word, the last of the three, has to be in statistics too.
-    A value whose number of channels is open has none.
+    What somebody asked for by word, the last of the three, has to be in statistics too, and comes first where
+    a value has channels in two dimensions. A value whose number of channels is open has none.
     """
     places: dict[Node, tuple[int, bool]] = {}
     for value, dim, asked in wanted:
-        places[value] = dim, asked or (value in places and places[value][1])
+        if value not in places or asked > places[value][1]:
+            places[value] = dim, asked
     for value, (dim, asked) in places.items():
         channels = value_of(value).shape[dim]
         if isinstance(channels, int):

@@ -129,6 +129,31 @@ def test_where_rows_are_kept_they_judge(
     assert after > before - 0.05
 
 
+class Crossed(nn.Module):
+    """A convolution and a linear read one tensor, whose channels are in two dimensions for them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(8, 4, 1), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.conv(x), self.linear(x)
+
+
+@pytest.mark.parametrize("config", [ASKING, AUTO], ids=["means", "rows too"])
+@pytest.mark.parametrize("width", [8, 6], ids=["as many", "fewer"])
+def test_channels_in_two_dimensions(width: int, config: QuantizationConfig) -> None:
+    """Means are kept along one of them; the other product is named, and its bias stays."""
+    model = toys.seeded(Crossed(width)).eval()
+    x = torch.rand(16, 8, 5, width) + torch.arange(width)
+    converted = quantized(model, config, x, x + 1)
+    report = qompose.report(converted)
+    (kept,) = (line for line in report.notes if "channels are in dimension 1" in line)
+    assert "conv2d" in kept
+    assert torch.equal(converted.state_dict()["conv.bias"], model.conv.bias)
+    assert not torch.equal(converted.state_dict()["linear.bias"], model.linear.bias)
+
+
 class TestGain:
     @pytest.mark.parametrize("config", [PLAIN, PER_TENSOR], ids=str)
     def test_a_deep_net(self, config: QuantizationConfig) -> None:
