@@ -8,6 +8,7 @@ the tensor, a dequantize operator to the one that reads it.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -497,7 +498,10 @@ class _QDQInserter:
             example = like.new_zeros((), dtype=pair.dtype).expand(like.shape)
         maker = value if value.op == "call_function" else first_user(node)
         with node.graph.inserting_before(node):
-            quantized = _call(pair.quantize, (value, *pair.arguments), maker, example)
+            # Where integers are read as float32, so are the values: tools expect one type around a pair.
+            wide = constant_of(value) is None and pair.steps > _EXACT.get(like.dtype, math.inf)
+            read = _cast_to(value, torch.float32, maker, like) if wide else value
+            quantized = _call(pair.quantize, (read, *pair.arguments), maker, example)
         give_source(value, quantized)
         self._port_tag(Point(value.name), value, quantized)
         return quantized

@@ -780,6 +780,10 @@ def test_types_beside_int8(
     converted = convert(program, quantizer, seen)
     found = converted(new)
     assert found.dtype is own and len(plan_of(converted).claims) == 2
+    for read in filter(qdq.is_dequantize, converted.graph.nodes):
+        for made in filter(qdq.is_quantize, read.all_input_nodes):
+            (value,) = made.all_input_nodes
+            assert read.meta["val"].dtype is value.meta["val"].dtype, "one type around a pair"
     assert sqnr(model(new).float(), found.float()) > min(bound, 34 if own is torch.bfloat16 else 99)
     qompose.save(converted, tmp_path / "model.pt2")
     assert torch.equal(qompose.load(tmp_path / "model.pt2")(new), found)
