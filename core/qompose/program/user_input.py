@@ -297,12 +297,16 @@ def sparing(program: GraphModule) -> Callable[..., Any]:
     A tensor that comes again, such as a cache that goes from batch to batch, is then what the program has
     made of its copy, as in a loop over the program itself; unless somebody else has written to it since.
     """
-    return _on_copies(program, program)
+    (run,) = _on_copies(program, program)
+    return run
 
 
-def _on_copies(program: GraphModule, run: GraphModule) -> Callable[..., Any]:
-    """Return `run`, which takes the inputs of a program; on copies of them, if the program writes to some."""
-    return _OnCopies(run, _Carried(program)) if inputs_written(program.graph) else run
+def _on_copies(program: GraphModule, *runs: GraphModule) -> list[Callable[..., Any]]:
+    """Return what takes the inputs of a program; all on the same copies, if the program writes to some."""
+    if not inputs_written(program.graph):
+        return [*runs]
+    carried = _Carried(program)
+    return [_OnCopies(run, carried) for run in runs]
 
 
 class _OnCopies:
@@ -387,7 +391,8 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
 
     Those are copies, as `sparing` makes them, if the program writes to its inputs.
     """
-    return _on_copies(program, input_check(program))
+    (bound,) = _on_copies(program, input_check(program))
+    return bound
 
 
 def arguments_kept(*args: Any, **kwargs: Any) -> Any:
@@ -399,11 +404,14 @@ def arguments_kept(*args: Any, **kwargs: Any) -> Any:
 
 
 class KeptBatches:
-    """Runs a program as `sparing` does, and keeps what it was given, in memory of its own."""
+    """Runs a program as `sparing` does, and keeps what it reads, in memory of its own.
+
+    Of a cache that goes from batch to batch that is what the batches before have made of it.
+    """
 
     def __init__(self, program: GraphModule) -> None:
         self.graph = program.graph
-        self._run, self._bound = sparing(program), input_check(program)
+        self._run, self._bound = _on_copies(program, program, input_check(program))
         self._inputs: list[Sequence[Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -365,6 +367,32 @@ def test_inputs_that_are_written_are_read_by_both_programs_as_they_were_given() 
     expected, found = integers(added), integers(written)
     assert len(expected) == 2
     assert all(map(torch.equal, found.values(), expected.values()))
+
+
+def test_a_cache_is_read_as_calibration_has_seen_it() -> None:
+    """Each batch began with the first contents, as if it were the first one."""
+
+    def fill(m: Any, x: Tensor, state: Tensor) -> Tensor:
+        found: Tensor = m.down(state.mul_(0.5).add_(m.up(x)) * 1.0)
+        return found
+
+    layers = {"up": nn.Linear(24, 24), "down": nn.Linear(24, 8)}
+    with torch.no_grad():
+        program = export(seeded(Model(fill, **layers)), batches(1)[0], torch.ones(16, 24))
+    run, state, seen = program.module(), torch.ones(16, 24), list[Tensor]()
+    for x in batches():
+        seen.append(state.clone())
+        run(x, state)
+
+    def integers(caches: Iterable[Tensor]) -> list[Tensor]:
+        prepared = prepare(program, toy(*PRODUCTS, config=SEQUENTIAL))
+        learned = learned_of(qompose.calibrate(prepared, zip(batches(), caches, strict=False)))
+        assert learned is not None and len(learned.weights) == 2
+        return [weight.integers for weight in learned.weights]
+
+    found = integers(repeat(torch.ones(16, 24)))
+    assert all(map(torch.equal, found, integers(seen)))
+    assert not all(map(torch.equal, found, integers(torch.ones(16, 24) for _ in seen)))
 
 
 def test_memory_of_a_batch_may_be_filled_with_the_next() -> None:
