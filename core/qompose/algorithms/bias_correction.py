@@ -115,12 +115,12 @@ class _Correction:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._found.sums.get((product.source, None))
         found: Tensor | str = "not recorded"
-        if observer is not None:
+        if (
+            observer is not None
+        ):  # where another product reads the input too, perhaps of another dimension
             dim, kept = channel_dim(product.node, product.weight), observer.dim
             another = f"of dimension {kept}, its channels are in dimension {dim}"
-            found = (
-                observer.seen().values() if kept == dim else another
-            )  # a convolution reads it too
+            found = observer.seen().values() if kept == dim else another
         if isinstance(found, str):
             raise NotKnown(f"the means of its input {product.source.name} are unknown ({found})")
         for vector, dim in self._factors.absorbed(product.weight.name):
