@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose.backend import Kernel, Region
-from qompose.lowering import lower_regions
+from qompose.lowering import layouts
 from qompose.program.meta import KERNELS_TAG, tag
 from torch import Tensor, fx, nn
 
@@ -47,7 +47,7 @@ def lowered(
     for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
         node.target = kernel
         tag(node, **{KERNELS_TAG: [0]})
-    lower_regions.allow_any(gm)
+    layouts.allow_any(gm)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -139,7 +139,7 @@ def test_nothing_is_added_where_the_layout_is_right_already() -> None:
     assert contiguous_calls(lowered(lambda y: y + 1, x, relu_contiguous)) == 0
     assert contiguous_calls(lowered(lambda y: y + 1, x, relu_channels_last)) == 1
     gm = torch.export.export(of(lambda y: y), (x,)).module()
-    lower_regions.allow_any(gm)
+    layouts.allow_any(gm)
     assert contiguous_calls(gm) == 0, "no kernel touched it"
 
 
