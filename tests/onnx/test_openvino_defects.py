@@ -145,3 +145,26 @@ def test_padding_of_one_dimension_pads_with_the_zero_point(
     found = program(*X)
     assert found.shape == wanted.shape
     assert sqnr(wanted, found) > 45
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell = nn.Conv1d(2, 8, 3), nn.GRU(8, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.cell(self.first(x).transpose(1, 2))[0]
+        return states
+
+
+def test_signed_integers_of_open_sizes_lose_nothing_of_the_weights() -> None:
+    torch.manual_seed(0)
+    x = (X[0].flatten(2),)
+    quantizer = qompose.RuleQuantizer(load_backend("onnx"))
+    quantizer.set_global(config("int8", symmetric_activations=True, bits=7))
+    result = qompose.quantize(
+        Recurrent().eval(), x, backends=quantizer, calibration=[x], target="openvino",
+        progress=False, dynamic_shapes=({0: torch.export.Dim("batch", max=64)},),
+    )  # fmt: skip
+    with torch.no_grad():
+        assert sqnr(result.converted(*x), result.model(*x)) > 60

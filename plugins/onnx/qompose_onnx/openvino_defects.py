@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from qompose_onnx import concatenations, padded_pools, pads, reductions
+from qompose_onnx import padded_pools, pads, reductions, signed_activations
 
 
 def settle(model: ir.Model) -> bool:
@@ -16,7 +16,7 @@ def settle(model: ir.Model) -> bool:
     Raises:
         ONNXTargetError: there is no such form for some of it.
     """
-    settled = [part.settle(model) for part in (concatenations, padded_pools, pads, reductions)]
+    settled = [part.settle(model) for part in (padded_pools, pads, reductions, signed_activations)]
     return any(settled)
 
 
