@@ -26,6 +26,7 @@ from .interface import (
     draft_of as draft_of,
     graphs_in as graphs_in,
     native_code_wanted as native_code_wanted,
+    nodes_in as nodes_in,
     operator_of as operator_of,
     stages as stages,
     stand_for as stand_for,

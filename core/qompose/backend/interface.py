@@ -23,7 +23,10 @@ from qompose.program.call_interface import (  # public here
     CallSize as CallSize,
 )
 from qompose.program.call_signature import CallSignature as CallSignature  # public here
-from qompose.program.control_flow import graphs_in as graphs_in  # public here
+from qompose.program.control_flow import (  # public here
+    graphs_in as graphs_in,
+    nodes_in as nodes_in,
+)
 from qompose.program.graph import arguments_of as arguments_of  # public here
 from qompose.program.meta import (  # public here
     claim_of as claim_of,

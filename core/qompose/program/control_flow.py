@@ -185,7 +185,7 @@ def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def nodes_in(module: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a module and of all bodies inside it."""
+    """Yield the nodes of a graph and of all bodies inside it (`graphs_in`)."""
     for part in graphs_in(module):
         yield from part.graph.nodes
 

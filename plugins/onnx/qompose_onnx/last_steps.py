@@ -13,7 +13,7 @@ from qompose.backend import (
     CallSignature,
     Finished,
     claim_of,
-    graphs_in,
+    nodes_in,
     operator_of,
 )
 from torch.export import ExportedProgram
@@ -83,11 +83,10 @@ def _interface(exported: ExportedProgram) -> CallInterface:
 
 def _claims(module: GraphModule) -> Claims:
     found: dict[int, list[Node]] = {}
-    for part in graphs_in(module):
-        for node in part.graph.nodes:
-            claim = claim_of(node)
-            if claim is not None and node.op == "call_function":
-                found.setdefault(claim, []).append(node)
+    for node in nodes_in(module):
+        claim = claim_of(node)
+        if claim is not None and node.op == "call_function":
+            found.setdefault(claim, []).append(node)
     return found
 
 

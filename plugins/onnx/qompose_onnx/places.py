@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qompose.backend import graphs_in
+from qompose.backend import nodes_in
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 
 def calls_of(program: ExportedProgram) -> Iterator[Node]:
     """Yield the calls of a program, those of branches too."""
-    for part in graphs_in(program.graph_module):
-        yield from (node for node in part.graph.nodes if node.op == "call_function")
+    yield from (node for node in nodes_in(program.graph_module) if node.op == "call_function")
 
 
 def named(node: Node) -> str:

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from qompose.backend import graphs_in
+from qompose.backend import nodes_in
 from torch import DispatchKey, Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
@@ -63,7 +63,7 @@ _OTHER_PRODUCTS: Final = frozenset(
 
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
-    calls = [node for part in graphs_in(graph) for node in part.graph.nodes]
+    calls = [*nodes_in(graph)]
     products = () if processor.isa() is not None else _OURS
     ours = (node for node in calls if _packet(node) in products)
     return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-from qompose.backend import arguments_of, graphs_in
+from qompose.backend import arguments_of, nodes_in
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
@@ -137,7 +137,7 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `native`, where a graph may get some."""
-    nodes = [node for part in graphs_in(graph) for node in part.graph.nodes]
+    nodes = [*nodes_in(graph)]
     isa, shims, metadata = processor.isa(), dict[Any, list[str]](), {}
     layers = _layers(nodes)
     if isa is not None and (layers or _has_products(graph)):

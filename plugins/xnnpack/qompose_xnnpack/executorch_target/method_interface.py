@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qompose.backend import CallInterface, graphs_in
+from qompose.backend import CallInterface, nodes_in
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -97,7 +97,6 @@ def check_inputs(exported: ExportedProgram) -> None:
 
 def interface_of(exported: ExportedProgram) -> Interface:
     """Return the interface of an exported program whose inputs have been checked."""
-    parts = graphs_in(exported.graph_module)
-    targets = {node.target for part in parts for node in part.graph.nodes}
+    targets = {node.target for node in nodes_in(exported.graph_module)}
     largest_first = bool(exported.range_constraints) and not targets.isdisjoint(MEANS)
     return Interface(call=CallInterface.of(exported), largest_first=largest_first)

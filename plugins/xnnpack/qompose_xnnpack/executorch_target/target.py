@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from qompose.backend import CallSignature, Finished, claim_of, graphs_in, operator_of
+from qompose.backend import CallSignature, Finished, claim_of, nodes_in, operator_of
 from torch.fx import GraphModule, Node
 
 from qompose_xnnpack.executorch_target.delegation import Delegation
@@ -92,7 +92,7 @@ def _names(nodes: list[Node]) -> str:
 
 def _operators(module: GraphModule) -> list[str]:
     """Return the names of the operators of the exported program that a graph has a part of."""
-    names = (operator_of(node) for part in graphs_in(module) for node in part.graph.nodes)
+    names = map(operator_of, nodes_in(module))
     return [name for name in names if name]
 
 
