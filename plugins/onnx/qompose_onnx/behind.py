@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from qompose_onnx.initializers import added_constant
+from qompose_onnx.initializers import added_constant, graph_of
 
 
 def put_behind(node: ir.Node, op_type: str, *more: ir.Value | None) -> None:
@@ -40,8 +39,3 @@ def cut_behind(node: ir.Node, ends: Mapping[int, int]) -> None:
         for what, numbers in facts.items()
     )
     put_behind(node, "Slice", *constants)
-
-
-def graph_of(node: ir.Node) -> Any:
-    """Return the graph of a node, which has one."""
-    return node.graph

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from qompose_onnx.initializers import added_constant
+from qompose_onnx.initializers import added_constant, graph_of
 
 
 def settle(model: ir.Model) -> bool:
@@ -41,7 +41,6 @@ def _dequantizers(node: ir.Node) -> Iterator[ir.Node]:
 
 def _read_unsigned(node: ir.Node) -> None:
     """Put an operator that gives uint8 beside one that gives int8, for those that dequantize."""
-    graph: Any = node.graph
     source, scale, zero_point = node.inputs[:3]
     name = f"{node.outputs[0].name}_uint8"
     signed: Any = None if zero_point is None else ir.convenience.get_const_tensor(zero_point)
@@ -51,9 +50,9 @@ def _read_unsigned(node: ir.Node) -> None:
     made.name, made.outputs[0].name = f"{node.name}_uint8", name
     made.outputs[0].shape, made.outputs[0].dtype = node.outputs[0].shape, ir.DataType.UINT8
     made.metadata_props.update(node.metadata_props)
-    graph.insert_before(node, made)
+    graph_of(node).insert_before(node, made)
     for reader in [*_dequantizers(node)]:
         reader.replace_input_with(0, made.outputs[0])
         reader.replace_input_with(2, zeros)
     if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-        graph.remove(node, safe=True)
+        graph_of(node).remove(node, safe=True)
