@@ -193,6 +193,7 @@ def test_what_is_lowered_computes_what_is_converted(backend: str, seed: int) -> 
     qompose.calibrate(prepared, batches, progress=False)
     converted = qompose.convert_pt2e(prepared)
     lowered = qompose.lower(converted)
+    qompose.assert_lowered(lowered, 0.01)
     for x in (*batches[:1], torch.randn(network.input.shape)):
         pairs = zip(converted(x), lowered(x), strict=True)
         assert all(sqnr(wanted, found) > CLOSE for wanted, found in pairs)
