@@ -115,9 +115,8 @@ class _Correction:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._found.sums.get((product.source, None))
         found: Tensor | str = "not recorded"
-        if (
-            observer is not None
-        ):  # where another product reads the input too, perhaps of another dimension
+        if observer is not None:
+            # Another product may read the input too, along another dimension.
             dim, kept = channel_dim(product.node, product.weight), observer.dim
             another = f"of dimension {kept}, its channels are in dimension {dim}"
             found = observer.seen().values() if kept == dim else another

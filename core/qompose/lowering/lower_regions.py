@@ -184,9 +184,8 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     freeze(model)  # integer kernels have no gradients
     kernels = {number: _who(name, record.plan.claims[number]) for number, name in done.items()}
     for part in graphs_in(model):
-        _check_shapes(
-            allow_any(part) if runtime is TORCH_TARGET else made_by_kernels(part.graph), kernels
-        )
+        made = allow_any(part) if runtime is TORCH_TARGET else made_by_kernels(part.graph)
+        _check_shapes(made, kernels)
     state, notes = state_with(model, record.state, taken)
     plan = replace(record.plan, notes=(*record.plan.notes, *notes))
     record = replace(record, plan=plan, state=state)
