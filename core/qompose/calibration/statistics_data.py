@@ -49,7 +49,7 @@ from qompose.program.graph import constant_of
 from qompose.program.meta import RAN_KEY
 
 SiteSums = tuple[tuple[Site, Any], ...]
-_Place = tuple[Site, Columns | None]
+_Place = tuple[Site, Columns | int | None]
 """Of which tensor sums are, and of which of its columns; means are of its channels."""
 
 
@@ -334,7 +334,10 @@ def statistics(prepared: GraphModule) -> Statistics:
 
 def _sums_seen(prepared: GraphModule) -> dict[_Place, Any]:
     """Return the sums of what saw data: those of an expert without rows too, where others had some."""
-    watching = [(s, c, c and c.of_all, observer) for (s, c), observer in _watching(prepared)]
+    watching = [
+        (s, c, c.of_all if isinstance(c, Columns) else c, observer)
+        for (s, c), observer in _watching(prepared)
+    ]
     ran = {(site, whole) for site, _, whole, observer in watching if bool(observer.count.any())}
     return {(s, c): observer.seen() for s, c, whole, observer in watching if (s, whole) in ran}
 
@@ -343,11 +346,11 @@ def _watching(prepared: GraphModule) -> Iterator[tuple[_Place, MeanObserver | Mo
     sites = sites_of(prepared)
     for _, value, observer in input_observers(prepared):
         if value in sites:
-            yield (sites[value], getattr(observer, "columns", None)), observer
+            yield (sites[value], observer.along), observer
 
 
 def _by_place(sums: SiteSums) -> dict[_Place, Any]:
-    return {(site, getattr(seen, "columns", None)): seen for site, seen in sums}
+    return {(site, seen.along): seen for site, seen in sums}
 
 
 def _in_order(places: Iterable[_Place]) -> list[_Place]:

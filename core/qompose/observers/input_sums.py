@@ -47,12 +47,20 @@ _ROOM = 2.0**62
 class Means:
     """The sum of each channel in steps of the grid, `(C,)` integers; how many values it is of.
 
-    `largest` is the largest magnitude of them all.
+    Attributes:
+        largest: the largest magnitude of them all.
+        dim: the dimension of the channels; None in files that do not say.
     """
 
     total: Tensor
     count: int
     largest: float
+    dim: int | None = None
+
+    @property
+    def along(self) -> int | None:
+        """Return what tells these sums of a tensor from others."""
+        return self.dim
 
     def merged(self, other: Means) -> Means:
         """Return the means of both.
@@ -60,13 +68,13 @@ class Means:
         Raises:
             StatisticsError: they are not of the same channels.
         """
-        if self.total.shape != other.total.shape:
+        if (self.dim, self.total.shape) != (other.dim, other.total.shape):
             raise StatisticsError(
-                f"means of {len(self.total)} channels and of {len(other.total)} channels cannot "
-                "belong to the same tensor"
+                f"means of {len(self.total)} channels and of {len(other.total)} channels, in "
+                f"dimensions {self.dim} and {other.dim}, cannot belong to the same tensor"
             )
         largest = max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x)
-        return Means(self.total + other.total, self.count + other.count, largest)
+        return Means(self.total + other.total, self.count + other.count, largest, self.dim)
 
     def values(self) -> Tensor | str:
         """Return the mean of each channel, `(C,)` in float64, or the reason why they are not known."""
@@ -78,7 +86,7 @@ class Means:
 
     def same(self, other: Means) -> bool:
         """Tell whether both are the same to the bit."""
-        facts = self.count == other.count and self.largest == other.largest
+        facts = (self.count, self.largest, self.dim) == (other.count, other.largest, other.dim)
         return facts and torch.equal(self.total, other.total)
 
 
@@ -92,6 +100,11 @@ class SumObserver(nn.Module):
     """Whether somebody wants it by word, and not only where it is known."""
     total: Tensor
     count: Tensor
+
+    @property
+    def along(self) -> Columns | int:
+        """Return what tells these sums of a tensor from others: columns, or the dimension of means."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, own: Tensor | None = None) -> Tensor:
         """Observe `x` and return it; with `own`, `(rows, 1)`, observe and return its rows alone."""
@@ -139,13 +152,17 @@ class MeanObserver(SumObserver):
         self.total = self.total + (steps.sum(inner) if inner else steps)
         self.count = self.count + x.numel() // len(self.total)
 
+    @property
+    def along(self) -> int:
+        return self.dim
+
     def seen(self) -> Means:
         """Return what was seen."""
-        return Means(self.total.cpu().clone(), int(self.count), float(self.largest))
+        return Means(self.total.cpu().clone(), int(self.count), float(self.largest), self.dim)
 
     def nothing(self) -> Means:
         """Return what is seen of no data."""
-        return Means(torch.zeros_like(self.total), 0, 0.0)
+        return Means(torch.zeros_like(self.total), 0, 0.0, self.dim)
 
     def take(self, means: Means) -> None:
         """Go by means that were found elsewhere.
@@ -252,6 +269,11 @@ class Moments:
     total: Tensor
     count: Tensor
 
+    @property
+    def along(self) -> Columns:
+        """Return what tells these sums of a tensor from others."""
+        return self.columns
+
     def merged(self, other: Moments) -> Moments:
         """Return the moments of both.
 
@@ -319,6 +341,10 @@ class MomentObserver(SumObserver):
                     sums = [rows.sum(0, keepdim=True), rows.square().sum(0, keepdim=True)]
                     total[half] += torch.cat([*sums, signs.T @ rows])
                     count[half] += len(rows)
+
+    @property
+    def along(self) -> Columns:
+        return self.columns
 
     def seen(self) -> Moments:
         """Return what was seen."""

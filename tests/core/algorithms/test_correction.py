@@ -154,6 +154,17 @@ def test_channels_in_two_dimensions(width: int, config: QuantizationConfig) -> N
     assert not torch.equal(converted.state_dict()["linear.bias"], model.linear.bias)
 
 
+def test_means_of_another_dimension_are_not_taken() -> None:
+    model, x = toys.seeded(Crossed(8)).eval(), torch.rand(16, 8, 5, 8)
+    program, prepared = export(model, x), {}
+    for name in ("conv", "linear"):
+        quantizer = toy(*RULES, config=PLAIN).set_module_name(name, ASKING)
+        prepared[name] = prepare(program, quantizer)
+        prepared[name](x)
+    with pytest.raises(StatisticsError):
+        qompose.statistics(prepared["linear"]).apply(prepared["conv"])
+
+
 class TestGain:
     @pytest.mark.parametrize("config", [PLAIN, PER_TENSOR], ids=str)
     def test_a_deep_net(self, config: QuantizationConfig) -> None:
