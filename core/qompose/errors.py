@@ -229,7 +229,8 @@ class UncalibratedError(UserError):
             f"{listed}\n"
             "Before convert_pt2e, run qompose.calibrate(prepared, batches) or call "
             "prepared(*inputs) in a loop. Pass allow_uncalibrated=True to leave these "
-            "regions in float."
+            'regions in float, or allow_uncalibrated="unit_scale" to look at graphs and kernels '
+            "with a scale of 1."
         )
 
 

@@ -13,7 +13,7 @@ from inspect import signature
 from os import PathLike
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -212,6 +212,8 @@ def quantize(
     transform: Callable[[Any], Any] | None = None,
     progress: bool | None = None,
     strict: bool = False,
+    fold_batch_norms: bool = False,
+    allow_uncalibrated: bool | Literal["unit_scale"] = False,
 ) -> QuantizedModel:
     """Export, prepare, calibrate, convert and lower a model in one call.
 
@@ -230,6 +232,8 @@ def quantize(
         transform: as for `calibrate`.
         progress: as for `calibrate` and `lower`.
         strict: raise an error if nothing is quantized, or if a claimed operator has no kernel.
+        fold_batch_norms: as for `prepare_pt2e`.
+        allow_uncalibrated: as for `convert_pt2e`; "unit_scale" shows kernels and times before there is data.
 
     Raises:
         UserError: `example_inputs` are missing or do not fit the model; and whatever the stages raise.
@@ -245,11 +249,11 @@ def quantize(
         if isinstance(model, ExportedProgram)
         else _export(model, example_inputs, kwargs, dynamic_shapes)
     )
-    prepared = prepare_pt2e(exported, quantizer, strict=strict)
+    prepared = prepare_pt2e(exported, quantizer, strict=strict, fold_batch_norms=fold_batch_norms)
     check_target(prepared, target, strict=strict)
     if calibration is not None:
         calibrate(prepared, calibration, transform=transform, progress=progress)
-    converted = convert_pt2e(prepared)
+    converted = convert_pt2e(prepared, allow_uncalibrated=allow_uncalibrated)
     lowered = lower(converted, target, strict=strict, progress=progress)
     return QuantizedModel(exported, converted, lowered, quantizer)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
 from tests.core.quantizer.interop.foreign import Foreign, Tanhs
-from tests.core.toy import LINEAR, WEIGHT_ONLY, Model, export, randn, seeded, toy
+from tests.core.toy import LINEAR, WEIGHT_ONLY, Model, export, operators, randn, seeded, toy
 
 X = randn(6, 3)
 
@@ -219,6 +219,19 @@ class TestWhatIsKnownBeforeData:
                 model, (X,), backends=[Tanhs(), toy(LINEAR)], calibration=[(X,)]
             )
         assert [row.state for row in result.report.rows] == ["int8 kernel", "simulated (Q/DQ)"]
+
+
+def test_the_one_call_takes_the_options_of_its_stages() -> None:
+    """A batch norm of a layer that no rule claims is folded, and kernels are there before data."""
+    model = seeded(nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Linear(3, 3)))
+    options: Any = {"fold_batch_norms": True, "allow_uncalibrated": "unit_scale"}
+    with pytest.warns(qompose.QomposeWarning) as caught:
+        result = qompose.quantize(model, (randn(2, 1, 3, 3),), backends=[toy(LINEAR)], **options)
+    assert len(caught) == 1
+    assert {row.name: row.state for row in result.report.rows} == {
+        "conv2d": "float", "batch_norm": "float", "linear": "int8 kernel",
+    }  # fmt: skip
+    assert operators(result.converted)["batch_norm"] == 0
 
 
 class Masked(nn.Module):

@@ -49,6 +49,7 @@ from qompose.algorithms.factor_search import input_factors, output_factors
 from qompose.algorithms.interface import Algorithm, Watched
 from qompose.algorithms.products import product_node
 from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance, PerChannelRangeObserver
+from qompose.observers.make_observer import UnitScaleObserver, has_data
 from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
@@ -121,6 +122,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
         _NotSmoothed: there are none.
     """
     observer, needed = found.observers[number], gain_needed(balance.absorbers)
+    if isinstance(observer, UnitScaleObserver) or not has_data(observer):
+        raise _NotSmoothed("it never saw data")
     if not isinstance(observer, PerChannelRangeObserver):
         raise _NotSmoothed("its observer was replaced")
     if not observer.knows_channels:

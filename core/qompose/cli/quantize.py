@@ -56,9 +56,18 @@ def _add_quantize_arguments(parser: ArgumentParser) -> None:
         help="where to write the program file of the target, if it has one",
     )
     add("--strict", action="store_true", help="fail if something that was requested cannot be done")
-    add(
+    unseen = parser.add_mutually_exclusive_group()
+    unseen.add_argument(
         "--allow-uncalibrated", action="store_true",
         help="leave regions in float that no sample reaches, instead of failing",
+    )  # fmt: skip
+    unseen.add_argument(
+        "--unit-scale", action="store_const", const="unit_scale", dest="allow_uncalibrated",
+        help="quantize them with a scale of 1, to look at kernels: what they compute means nothing",
+    )  # fmt: skip
+    add(
+        "--fold-batch-norms", action="store_true",
+        help="fold batch norms into the layers before them in float, too",
     )  # fmt: skip
     add(
         "--statistics", type=Path, metavar="FILE",
@@ -83,7 +92,9 @@ def _quantize(options: Namespace, results: Results) -> int:
     _check_files(options, output)
     inputs = program_inputs(program)
     batches = read_data(options, inputs) if options.statistics is None else []
-    prepared = prepare_pt2e(program, quantizer, strict=options.strict)
+    prepared = prepare_pt2e(
+        program, quantizer, strict=options.strict, fold_batch_norms=options.fold_batch_norms
+    )
     check_target(prepared, options.target, strict=options.strict)
     run_data(prepared, batches, inputs, options)
     if options.statistics is not None:
@@ -133,7 +144,7 @@ def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
     return CalibrationError(
         f"{len(error.tensors)} tensors are quantized statically, but no calibration data is given:\n"
         f"{listed}\nPass samples with --calibration FILE, or choose a dynamic or weight-only "
-        "configuration."
+        "configuration. --unit-scale shows the kernels without data."
     )
 
 

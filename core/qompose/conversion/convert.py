@@ -126,9 +126,10 @@ def convert_pt2e(
         inplace: turn `model` itself into the result. Float parameters are freed one by one as they are
             quantized, so that both forms are never held at once.
         allow_uncalibrated: leave regions whose observers saw no data in float instead of raising. With
-            "unit_scale" they are quantized with a scale of 1 and a zero point of 0, to look at graphs,
-            kernels and times before there is data: a `QomposeWarning` and the report name the tensors,
-            and what the model computes means nothing.
+            "unit_scale" they are quantized with a scale of 1, to look at graphs, kernels and times before
+            there is data: a `QomposeWarning` and the report name the tensors, and what the model computes
+            means nothing. In float stay what has a scale for each of an open number of channels, and
+            observers of other packages that replace their own nodes.
 
     Raises:
         StageError: the model was not prepared.

@@ -37,7 +37,8 @@ from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
 from qompose.observers.input_sums import without_rows
 from qompose.observers.make_observer import (
-    channel_axis,
+    DerivedObserver,
+    UnitScaleObserver,
     check_observer,
     eps_of,
     has_data,
@@ -48,7 +49,7 @@ from qompose.observers.make_observer import (
     qparams_of,
     was_fed,
 )
-from qompose.observers.min_max import FixedQParamsObserver, PlaceholderObserver, keeps_a_range_alone
+from qompose.observers.min_max import PlaceholderObserver, keeps_a_range_alone
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.plan import Group, Plan, subject_of
 from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nested_call, nodes_in
@@ -61,7 +62,7 @@ from qompose.spec.qparams import CASTS, FLOAT_ZERO_POINT, Bounds
 from qompose.spec.quantization_spec import QuantizationSpec, converts_itself
 
 UNIT_SCALE: Literal["unit_scale"] = "unit_scale"
-"""What `allow_uncalibrated` is where tensors without data get a scale of 1, for want of a better one."""
+"""The `allow_uncalibrated` that gives tensors without data a scale of 1."""
 
 
 @dataclass(frozen=True)
@@ -379,34 +380,57 @@ class QParamsSolver:
         if (missing or idle) and not allow_uncalibrated:
             raise UncalibratedError([*map(self.describe, missing), *idle.values()])
         if allow_uncalibrated == UNIT_SCALE:
-            missing = self._without_unit_scale(missing)
+            missing, idle = self._without_unit_scale(missing, idle), {}
         for group in (self.plan.groups[number] for number in missing):
             self._drop(group, f"{group.points[0]} never saw calibration data")
-        for point in () if allow_uncalibrated == UNIT_SCALE else idle:
+        for point in idle:
             self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
         for number in set(range(len(self.plan.groups))) - {*missing}:
             if self._needs_data(number) and _saw_only_nan(self.observer(number)):
                 raise CalibrationError(f"{self.describe(number)} was NaN in all of the training")
 
-    def _without_unit_scale(self, missing: Sequence[int]) -> list[int]:
-        """Give groups that saw nothing a scale of 1, and return those whose observers replace themselves."""
-        assumed = [number for number in missing if not self.converts_itself(number)]
-        for number in assumed:
-            spec: Any = self.plan.groups[number].spec
-            axis = channel_axis(spec, self.observer(number))
-            if spec.is_dynamic:  # its channels were watched for factors, which it goes without
-                self._observers[number] = base_observer(self.observer(number))
-                continue
-            fixed = FixedQParamsObserver(1.0, 0, spec.dtype)
-            if axis is not None:
-                channels = int(value_of(self._value(number)).shape[axis])
-                fixed.scale, fixed.zero_point = torch.ones(channels), torch.zeros(channels).long()
-            self._observers[number] = fixed
-            self._assumed.append(f"{self.describe(number)} never saw data: its scale is 1")
+    def _without_unit_scale(self, missing: Sequence[int], idle: Mapping[Point, str]) -> list[int]:
+        """Give groups that saw nothing a scale of 1, and return those that can have none.
+
+        Args:
+            idle: how messages name the tensors of `_idle_points`, which keep the scale that there is.
+        """
+        without = [number for number in missing if not self._assume(number)]
+        self._derive_anew()
+        told = f"{_UNSEEN}: its scale is that of tensors outside, which did"
+        self._assumed += [f"{name} {told}" for name in idle.values()]
         if self._assumed:
             listed = "\n  - ".join(self._assumed)
-            warn_user(f"the numbers of this model mean nothing without calibration:\n  - {listed}")
-        return [number for number in missing if number not in assumed]
+            warn_user(f"what this model computes means nothing without data:\n  - {listed}")
+        return without
+
+    def _derive_anew(self) -> None:
+        """Let what is derived from other observers read those that took their place."""
+        derived = {
+            n: copy.copy(o) for n, o in self._observers.items() if isinstance(o, DerivedObserver)
+        }
+        self._observers |= derived
+        for number, observer in derived.items():
+            observer.derive_from([self.observer(n) for n in self.plan.groups[number].depends_on])
+
+    def _assume(self, number: int) -> bool:
+        """Let a group that saw nothing do without data, and note how; False where it cannot."""
+        spec: Any = self.plan.groups[number].spec
+        observer, name = self.observer(number), self.describe(number)
+        if self.converts_itself(number):
+            return False
+        if getattr(spec, "is_dynamic", False):
+            self._assumed.append(f"{name} {_UNSEEN}: its channels get no factors")
+            return True
+        try:
+            unit = UnitScaleObserver(spec, observer, value_of(self._value(number)))
+        except ConfigError as error:
+            self._drop(self.plan.groups[number], f"{name} {_UNSEEN}, and {error}")
+            self._assumed.append(f"{name} {_UNSEEN}, and stays in float because {error}")
+            return True
+        self._observers[number] = unit
+        self._assumed.append(f"{name} {_UNSEEN}: its scale is 1")
+        return True
 
     def _check_learned(self, allow_uncalibrated: bool) -> None:
         """Check that algorithms which learn from data had their turn.
@@ -594,7 +618,8 @@ class QParamsSolver:
     def _without_channels(self) -> Iterator[str]:
         for number in filter(self.alive, range(len(self.plan.groups))):
             observer = self.observer(number)
-            if isinstance(observer, PerChannelRangeObserver) and not observer.knows_channels:
+            watches = isinstance(observer, PerChannelRangeObserver) and has_data(observer)
+            if watches and not observer.knows_channels:
                 yield (
                     f"{self.describe(number)}: its channels were not balanced because its "
                     "statistics have no channel ranges"
@@ -710,6 +735,7 @@ def _saw_only_nan(observer: object) -> bool:
     return observer.calibrated and observer.screen.values == 0
 
 
+_UNSEEN = "never saw data"
 _FEW_VALUES = 64
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMED, _EXPERTS_NAMED = 3, 8

@@ -25,6 +25,7 @@ from qompose.spec.qparams import (
     PER_CHANNEL,
     SYMMETRIC,
     quantized_range,
+    symmetric_zero_point,
 )
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
@@ -138,6 +139,41 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
 
 
 _UNDERLYING = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+
+class UnitScaleObserver(nn.Module):
+    """Stands for an observer that saw nothing: a scale of 1, and the zero point of zeros.
+
+    That is 0, and for unsigned integers of a symmetric scheme their middle, as with data. Integers and
+    channels are those of the observer in whose place it is.
+
+    Args:
+        example: the tensor, of which shape and device are read.
+
+    Raises:
+        ConfigError: there is a scale for each channel, and their number is open.
+    """
+
+    def __init__(self, spec: Any, observer: nn.Module, example: Tensor) -> None:
+        super().__init__()
+        self.dtype, self.qscheme = spec.dtype, spec.qscheme
+        self.quant_min, self.quant_max = integer_bounds(spec, observer)
+        shape: tuple[Any, ...] = ()
+        if (axis := channel_axis(spec, observer)) is not None:
+            self.ch_axis, shape = axis, (example.shape[axis],)
+        if not all(isinstance(size, int) for size in shape):  # to ask for its value adds a guard
+            raise ConfigError(
+                f"it has a scale for each of {shape[0]} channels, whose number is open"
+            )
+        middle = symmetric_zero_point(self.dtype, self.quant_min, self.quant_max)
+        middle = middle if self.qscheme in SYMMETRIC else 0
+        whole = torch.float32 if self.qscheme in FLOAT_ZERO_POINT else torch.int64
+        self._scale = torch.ones(shape, device=example.device)
+        self._zero_point = torch.full(shape, middle, dtype=whole, device=example.device)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point, shape `()` per tensor and `(C,)` per channel."""
+        return self._scale, self._zero_point
 
 
 class DerivedObserver(PlaceholderObserver):

@@ -32,6 +32,7 @@ from qompose.program.rewrites import (
     REPLACING,
     Candidate,
     apply_rewrites,
+    unfoldable_norms,
 )
 from qompose.quantizer.arbitration import (
     Attempt,
@@ -106,16 +107,21 @@ def annotate(
         return tried[-1][1]
 
     regardless = (FOLD_BATCH_NORM,) if fold_batch_norms else ()
+    unfoldable = unfoldable_norms(exported, found) if fold_batch_norms else []
     made, candidates, refused = covered_rewrites(
         exported, found, attempt, quantizer.objection_to_rewrite, regardless
     )
+    claimed = {name for claim in made.composition.chosen for name in claim.nodes}
+    refused += [candidate for candidate in unfoldable if claimed.isdisjoint(candidate.nodes)]
     composition, working = made.composition, made.working
     check_contests(composition.conflicts, quantizer.on_conflict)
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
-    composition.notes += _refusals(refused, composition.chosen if trains else ())
-    if fold_batch_norms:
-        _say_what_stays(refused)
+    said = _refusals(refused, composition.chosen if trains else ())
+    composition.notes += [line for lines in said.values() for line in lines]
+    if fold_batch_norms and FOLD_BATCH_NORM in said:
+        listed = "\n  - ".join(said[FOLD_BATCH_NORM])
+        warn_user(f"fold_batch_norms=True does not fold all batch norms:\n  - {listed}")
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if before:
@@ -139,28 +145,18 @@ _TRAINED = (
 )
 
 
-def _refusals(refused: Sequence[Candidate], taken: Iterable[Claim]) -> list[str]:
-    """Return a line for each reason why rewrites were not made, of operators that nobody claims without."""
+def _refusals(refused: Sequence[Candidate], taken: Iterable[Claim]) -> dict[str, list[str]]:
+    """Return by rewrite a line for each reason why it was not made, of operators nobody claims without."""
     claimed = {name for claim in taken for name in claim.nodes}
     places: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for candidate in refused:
         if claimed.isdisjoint(candidate.nodes):
             places[candidate.rewrite, candidate.obstacle] += candidate.nodes
-    return [
-        f"{rewrite} was not applied to {first_of(list(dict.fromkeys(names)), 8)}: {why}"
-        for (rewrite, why), names in places.items()
-    ]
-
-
-def _say_what_stays(refused: Iterable[Candidate]) -> None:
-    """Warn of the batch norms that were to be folded everywhere, and cannot be."""
-    staying = [
-        f"\n  - {candidate.nodes[-1]} into {candidate.nodes[0]}: {candidate.obstacle}"
-        for candidate in refused
-        if candidate.rewrite == FOLD_BATCH_NORM
-    ]
-    if staying:
-        warn_user(f"fold_batch_norms=True does not fold:{''.join(staying)}")
+    found: dict[str, list[str]] = defaultdict(list)
+    for (rewrite, why), names in places.items():
+        named = first_of(list(dict.fromkeys(names)), 8)
+        found[rewrite].append(f"{rewrite} was not applied to {named}: {why}")
+    return found
 
 
 def _attempt(

@@ -308,6 +308,25 @@ def _find_batch_norm(node: Node, program: _Program) -> Iterator[Candidate]:
         yield Candidate(FOLD_BATCH_NORM, names, obstacle, _group(producer, program.readers))
 
 
+def unfoldable_norms(module: GraphModule, found: Iterable[Candidate]) -> list[Candidate]:
+    """Return the batch norms of a program that are not among the candidates, each with the reason."""
+    known = {candidate.nodes[-1] for candidate in found if candidate.rewrite == FOLD_BATCH_NORM}
+    return [
+        Candidate(FOLD_BATCH_NORM, (node.name,), _obstacle_of_norm(node))
+        for node in nodes_in(module)
+        if "batch_norm" in str(node.target) and node.op == "call_function"
+        if node.name not in known
+    ]
+
+
+def _obstacle_of_norm(norm: Node) -> str:
+    if norm.target is not aten.batch_norm.default:
+        return f"{norm.target} is a decomposed batch norm; prepare the program before run_decompositions()"
+    if isinstance(norm.args[0], Node) and norm.args[0].target in FOLDABLE:
+        return "it or the layer before it was quantized before"
+    return "no convolution or linear layer is before it"
+
+
 def _group(producer: Node, readers: Mapping[int, int]) -> str:
     """Name what products that share a weight have in common; "" of one that shares none."""
     weight = constant_or_none(producer.args[1])

@@ -279,6 +279,19 @@ class TestStages:
         with pytest.raises(UncalibratedError, match="in q"):
             qompose.convert_pt2e(prepared)
 
+    @pytest.mark.parametrize("config", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+    def test_without_data_each_tensor_is_named(self, config: Any) -> None:
+        prepared = prepare(program(block()), toy(RULE, config=replace(config, algorithms=SMOOTH)))
+        with pytest.raises(UncalibratedError) as refused:
+            qompose.convert_pt2e(prepared)
+        with pytest.warns(qompose.QomposeWarning) as caught:
+            converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
+        made, notes = lines(converted)
+        assert not made and len(notes) == len(refused.value.tensors) == 4
+        for tensor in refused.value.tensors:
+            assert tensor in str(caught[0].message)
+            assert [n for n in qompose.report(converted).notes if n.startswith(tensor)]
+
     def test_statistics_without_rows(self) -> None:
         plain = prepare(program(block()), toy(RULE, config=STATIC))
         plain(tokens())

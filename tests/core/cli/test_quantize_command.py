@@ -208,6 +208,18 @@ class TestProblems:
         (row,) = json.loads(quantize(*ALPHA, "--allow-uncalibrated", "--json").out)["rows"]
         assert row["state"] == "float"
 
+    def test_what_is_quantized_without_data_is_named(self, quantize: Command) -> None:
+        printed = quantize(*ALPHA, "--unit-scale", "--json")
+        report = json.loads(printed.out)
+        assert [row["state"] for row in report["rows"]] == ["int8 kernel"]
+        assert sum(note in printed.err for note in report["notes"]) == 2
+
+    def test_batch_norms_may_be_folded_in_float(self, folder: Path, quantize: Command) -> None:
+        model = seeded(nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)))
+        torch.export.save(export(model, randn(2, 1, 3, 3)), folder / "m.pt2")
+        report = json.loads(quantize(*ALPHA, "--fold-batch-norms", "--json").out)
+        assert len(report["rewrites"]) == 1
+
     def test_a_program_that_cannot_be_written_leaves_neither_file(
         self, folder: Path, quantize: Command
     ) -> None:

@@ -23,15 +23,17 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.observers.make_observer import UnitScaleObserver
 from qompose.observers.value_screening import Screen
 from qompose.program.graph import module_path
 from qompose.program.meta import tag_of
-from qompose.spec import SharedQuantizationSpec, qdq
+from qompose.spec import DerivedQuantizationSpec, SharedQuantizationSpec, qdq
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import choose_qparams
 from torch import Tensor, nn
+from torch.ao.quantization.observer import MinMaxObserver as ForeignObserver
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from tests.core.conversion.recorded import computed, wrongly_recorded
 from tests.core.toy import (
@@ -59,6 +61,7 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
+from tests.zoo import by_name
 
 X = randn(6, 3)
 
@@ -253,16 +256,26 @@ def test_uncalibrated_regions_may_stay_in_float() -> None:
     assert "inner.unseen.weight" in converted.state_dict()
 
 
+def unit_scaled(prepared: GraphModule) -> GraphModule:
+    """Convert without data; the warning and the report have to name the tensors that would be an error."""
+    with pytest.raises(UncalibratedError) as refused:
+        qompose.convert_pt2e(prepared)
+    with pytest.warns(qompose.QomposeWarning) as caught:
+        converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
+    notes = qompose.report(converted).notes
+    for tensor in refused.value.tensors:
+        assert any(tensor in str(warning.message) for warning in caught)
+        assert sum(note.startswith(tensor) for note in notes) == 1
+    return converted
+
+
 def test_uncalibrated_regions_may_have_a_scale_of_one() -> None:
     """What is quantized then is what is with data: the graph can be looked at before there is any."""
     prepared = prepare(any_rows(two_inputs()), toy(LINEAR))
     prepared(X, X[:0])
-    with pytest.warns(qompose.QomposeWarning, match="linear_1 in inner.unseen") as caught:
-        converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
-    assert len(caught) == 1
+    converted = unit_scaled(prepared)
     rows = {row.name: row for row in qompose.report(converted).rows}
     assert rows["linear"].state == rows["linear_1"].state == "simulated (Q/DQ)"
-    assert sum("scale is 1" in note for note in qompose.report(converted).notes) == 2
     scales = [n.args[1] for n in nodes_calling(converted, "quantize_per_tensor")]
     assert scales.count(1.0) == 2 and len(scales) == 4
     prepared(X, X)
@@ -271,16 +284,81 @@ def test_uncalibrated_regions_may_have_a_scale_of_one() -> None:
     assert 1.0 not in [n.args[1] for n in nodes_calling(calibrated, "quantize_per_tensor")]
 
 
+class Narrow(ForeignObserver):
+    """Takes fewer integers than its specification says, as those that reduce ranges."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments | {"quant_min": 0, "quant_max": 63})
+
+
+def without_data(*spec: Any, **shapes: Any) -> GraphModule:
+    """Prepare a linear layer whose input has a specification of its own."""
+    config = QuantizationConfig(QuantizationSpec(*spec), None, WEIGHT, algorithms=())
+    return prepare(export(seeded(nn.Linear(3, 4)), X, **shapes), toy(LINEAR, config=config))
+
+
 def test_channels_that_saw_nothing_have_a_scale_of_one_each() -> None:
-    channels = QuantizationSpec(
-        torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 1
-    )
-    config = QuantizationConfig(channels, None, WEIGHT)
-    prepared = prepare(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR, config=config))
-    with pytest.warns(qompose.QomposeWarning):
-        converted = qompose.convert_pt2e(prepared, allow_uncalibrated="unit_scale")
+    channels = torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 1
+    converted = unit_scaled(without_data(*channels))
     (quantize,) = nodes_calling(converted, "quantize_per_channel")
     assert converted.get_buffer(quantize.args[1].target).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "zero_point", "highest"),
+    [
+        ((torch.uint8, MinMaxObserver, 0, 255, torch.per_tensor_symmetric), 127, 255),
+        ((torch.uint8, MinMaxObserver, 0, 127, torch.per_tensor_affine), 0, 127),
+        ((torch.uint8, Narrow, None, None, torch.per_tensor_affine), 0, 63),
+    ],
+    ids=["unsigned symmetric", "affine", "foreign"],
+)  # fmt: skip
+def test_without_data_integers_are_those_of_the_observer(
+    spec: Any, zero_point: int, highest: int
+) -> None:
+    (quantize,) = nodes_calling(unit_scaled(without_data(*spec)), "quantize_per_tensor")
+    assert quantize.args[1:5] == (1.0, zero_point, 0, highest)
+
+
+def test_an_open_number_of_channels_has_no_unit_scale() -> None:
+    rows = {0: torch.export.Dim.DYNAMIC}
+    channels = torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 0
+    prepared = without_data(*channels, dynamic_shapes=(rows,))
+    size = prepared.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    guards = len(size.node.shape_env.guards)
+    (row,) = qompose.report(unit_scaled(prepared)).rows
+    assert (row.state, str(size) in row.reason) == ("float", True)
+    assert len(size.node.shape_env.guards) == guards
+
+
+def test_a_unit_scale_is_where_its_tensor_is() -> None:
+    spec = QuantizationSpec(
+        torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 1
+    )
+    unit = UnitScaleObserver(spec, PerChannelMinMaxObserver(), torch.empty(2, 3, device="meta"))
+    assert {value.device.type for value in unit.calculate_qparams()} == {"meta"}
+
+
+def test_a_branch_that_never_ran_is_named_where_its_scale_is_from_outside() -> None:
+    model = by_name("cond_weight_outside")
+    prepared = prepare(model.export(), toy(LINEAR))
+    prepared(*model.inputs())
+    unit_scaled(prepared)
+
+
+def test_what_is_derived_is_derived_from_the_unit_scale() -> None:
+    def half(observers: list[Any]) -> tuple[Tensor, Tensor]:
+        scale, zero_point = observers[0].calculate_qparams()
+        return scale / 2, zero_point
+
+    def annotate_node(node: Node) -> None:
+        if node.target is torch.ops.aten.tanh.default:
+            source = node.args[0]
+            derived = DerivedQuantizationSpec([(source, node)], half, torch.int8)  # type: ignore[arg-type,list-item]
+            annotate(node, {source: INT8}, derived)
+
+    converted = unit_scaled(prepare(export(nn.Tanh(), X), Annotator(annotate_node)))
+    assert [n.args[1] for n in nodes_calling(converted, "quantize_per_tensor")] == [1.0, 0.5]
 
 
 def test_another_word_for_what_is_uncalibrated_is_refused(model: nn.Module) -> None:

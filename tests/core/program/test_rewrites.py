@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose import QuantizationConfig
 from qompose.plan.plan import Rewrite
 from qompose.program.graph import constant_of, copy_graph_module
 from qompose.program.rewrites import (
@@ -37,6 +38,7 @@ from tests.core.toy import (
     NullQuantizer,
     OperatorPattern,
     annotate,
+    convert,
     export,
     operators,
     plan_of,
@@ -118,12 +120,42 @@ def test_batch_norms_that_nobody_claims_are_folded_if_asked(quantizer: qompose.Q
         assert sqnr(program.module()(*inputs), prepared(*inputs)) > 100
 
 
-def test_a_batch_norm_that_was_to_be_folded_and_cannot_be_is_a_warning() -> None:
-    model = seeded(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
-    program, x = export(model, randn(2, 5, 3)), randn(2, 5, 3)
-    with pytest.warns(qompose.QomposeWarning, match="output features of the linear layer"):
-        prepared = qompose.prepare_pt2e(program, toy(LINEAR), fold_batch_norms=True)
+@pytest.mark.filterwarnings("ignore:Nothing was quantized")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize(
+    ("layers", "shape", "decomposed"),
+    [
+        ([nn.Linear(3, 5), nn.BatchNorm1d(5)], (2, 5, 3), False),
+        ([nn.Conv1d(3, 5, 1), nn.BatchNorm1d(5)], (2, 3, 4), True),
+        ([nn.Tanh(), nn.BatchNorm1d(3), nn.Conv1d(3, 5, 1)], (2, 3, 4), False),
+    ],
+    ids=["not over features", "decomposed", "no layer before"],
+)
+def test_batch_norms_that_were_to_be_folded_and_cannot_be_are_named(
+    layers: list[nn.Module], shape: tuple[int, ...], decomposed: bool
+) -> None:
+    program, x = export(seeded(nn.Sequential(*layers)), randn(*shape)), randn(*shape)
+    program = program.run_decompositions() if decomposed else program
+    (norm,) = (n.name for n in program.graph.nodes if "batch_norm" in str(n.target))
+    with pytest.warns(qompose.QomposeWarning) as caught:
+        prepared = qompose.prepare_pt2e(program, NullQuantizer(), fold_batch_norms=True)
     assert torch.equal(prepared(x), program.module()(x))
+    report = qompose.report(prepared)
+    assert norm in str(caught[0].message)
+    assert sum(norm in note for note in report.notes) == 1
+    assert FOLD_BATCH_NORM in next(row.reason for row in report.rows if row.name == norm)
+
+
+def test_a_batch_norm_behind_a_layer_that_was_quantized_before_is_named() -> None:
+    x = randn(2, 3, 4, 4)
+    conv = seeded(nn.Conv2d(3, 4, 1))
+    config = QuantizationConfig(INT8, None, WEIGHT)
+    before = convert(export(conv, x), toy(CONV, config=config), x)
+    program = torch.export.export(nn.Sequential(before, nn.BatchNorm2d(4).eval()), (x,))
+    with pytest.warns(qompose.QomposeWarning) as caught:
+        prepared = qompose.prepare_pt2e(program, toy(LINEAR), fold_batch_norms=True)
+    assert ["batch_norm" in str(warning.message) for warning in caught] == [True]
+    assert operators(prepared)["batch_norm"] == 1
 
 
 def trained(layer: nn.Module, norm: nn.Module) -> nn.Module:
