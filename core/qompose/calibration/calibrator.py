@@ -36,12 +36,17 @@ from qompose.calibration.statistics_file import check_kind
 from qompose.console import on_terminal, progress_bar
 from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
 from qompose.observers.channel_ranges import base_observer, screen_of
+from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import guard_of
 from qompose.observers.input_sums import SumObserver, input_observers
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.methods import check_methods, in_method
+from qompose.plan.operator_ids import restore_written
+from qompose.program.aliasing import inputs_written, written_buffers
+from qompose.program.control_flow import graphs_in
+from qompose.program.meta import META_KEY
 from qompose.program.user_input import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
 
@@ -104,7 +109,8 @@ def calibrate(
         limit: how many batches to use at most, over all processes; not with `sharded`.
         progress: whether to show a progress bar; None shows it on a terminal.
         resume: a file in which statistics are saved on the way (`Statistics.save`). A calibration that
-            was stopped continues after the batches in it, which must come in the same order.
+            was stopped continues after the batches in it, which must come in the same order. Where the
+            program writes to inputs or buffers, such as a cache, those are run again for what they write.
         sharded: each process was given its own batches.
         timeout: seconds after which a process that does not answer is an error.
 
@@ -115,7 +121,8 @@ def calibrate(
             another value than the exported one for an argument that is not a tensor; another process
             failed or died; or there are several, and an observer depends on the order of batches or has
             statistics already. Observers are then as they were before.
-        StatisticsError: statistics do not fit the model, or a file of them cannot be read.
+        StatisticsError: statistics do not fit the model, or a file of them cannot be read; or `resume` with
+            fake quantizers in a program that writes to inputs or buffers.
     """
     if not isinstance(prepared, Mapping):
         options = (transform, limit, progress, resume, sharded, timeout)
@@ -237,17 +244,31 @@ def _ran(
     All of them are put into `held`, where there is one.
     """
     run = sparing(prepared) if held is None else held
+    again: Callable[..., Any] | None = None if held is None else held.keep
+    seen = list[State]()
+    if start and _writes(prepared):
+        again, seen = run, states_of(prepared)
+        restore_written(prepared, prepared.meta[META_KEY].state)
     for number, batch in batches:
         if number <= start:
-            if held is not None:
-                run_batch(held.keep, batch, transform, number)
+            if again is not None:
+                run_batch(again, batch, transform, number)
             continue
+        restore(seen)  # as the file has it
+        seen = []
         run_batch(run, batch, transform, number)
         yield number
         if kept is not None:
             kept.note(prepared, number)
+    restore(seen)
     if kept is not None:
         kept.write(prepared)  # what this process saw alone
+
+
+def _writes(prepared: GraphModule) -> bool:
+    """Tell whether a program leaves anything behind that the next call may read."""
+    parts = [part.graph for part in graphs_in(prepared)]
+    return bool(inputs_written(prepared.graph)) or any(map(written_buffers, parts))
 
 
 def _check_limit(limit: object, sharded: bool) -> None:
@@ -500,6 +521,12 @@ class _ResumeFile:
             raise StatisticsError(
                 "resume= requires observers whose statistics can be saved. Observers from other "
                 f"packages are not supported: {'; '.join(left_out)}"
+            )
+        observers = observers_of(observer_nodes(prepared)).values()
+        if any(isinstance(o, FakeQuantize) for o in observers) and _writes(prepared):
+            raise StatisticsError(
+                "resume= does not support fake quantizers in a program that writes to its inputs or buffers: "
+                "what it writes depends on the ranges so far. Calibrate without resume="
             )
         check_kind(path)
         if not path.parent.is_dir():

@@ -37,7 +37,13 @@ from qompose.diagnosis.tuning_trials import (
     territory,
 )
 from qompose.errors import TuningError, UserError
-from qompose.program.user_input import arguments_kept, check_limit, check_several, run_batch
+from qompose.program.user_input import (
+    as_graph_module,
+    check_limit,
+    check_several,
+    keeper,
+    run_batch,
+)
 from qompose.quantizer.composition import QuantizerLike, as_quantizer
 from qompose.spec.quantization_spec import QuantizationConfig
 
@@ -107,7 +113,8 @@ def tune(
     quantizer = as_quantizer(quantizer)
     if isinstance(data, Iterator):
         numbered = enumerate(islice(data, limit), start=1)
-        data = [run_batch(arguments_kept, batch, transform, number) for number, batch in numbered]
+        keep = keeper(as_graph_module(model, "tune"))
+        data = [run_batch(keep, batch, transform, number) for number, batch in numbered]
         transform = None
     task = Task(model, quantizer, data, metric, transform, limit, target)
     evaluator = Evaluator(task)

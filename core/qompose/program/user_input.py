@@ -403,10 +403,32 @@ def arguments_kept(*args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.clone, kwargs or args)
 
 
+def keeper(program: GraphModule) -> Callable[..., Any]:
+    """Return `arguments_kept`, for batches that a program is going to be run on, once or more.
+
+    A cache to which it writes and that goes from batch to batch is one cache in what is kept, too.
+    """
+    if not inputs_written(program.graph):
+        return arguments_kept
+    carried = _Carried(program)
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        place = carried(*args, **kwargs)
+
+        def own(value: Tensor) -> Tensor:
+            copied = place(value)
+            return value.clone() if copied is value else copied
+
+        return pytree.tree_map_only(Tensor, own, kwargs or args)
+
+    return keep
+
+
 class KeptBatches:
     """Runs a program as `sparing` does, and keeps what it reads, in memory of its own.
 
-    Of a cache that goes from batch to batch that is what the batches before have made of it.
+    Of a cache that goes from batch to batch that is what the batches before have made of it: all have to be
+    run here, or `keep` has the first contents.
     """
 
     def __init__(self, program: GraphModule) -> None:
@@ -420,7 +442,7 @@ class KeptBatches:
         return self._run(*args, **kwargs)
 
     def keep(self, *args: Any, **kwargs: Any) -> None:
-        """Keep a batch that need not be run."""
+        """Keep a batch, without running it: of a program that leaves nothing behind for the next one."""
         self._inputs.append(arguments_kept(*self._bound(*args, **kwargs)))
 
     def take(self) -> tuple[list[Sequence[Any]], list[Sequence[Any]]]:

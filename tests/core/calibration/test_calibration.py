@@ -7,6 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,24 @@ import qompose
 import torch
 from qompose import QomposeWarning, UserError
 from qompose.calibration import calibrator
-from qompose.errors import BatchError, CalibrationError
+from qompose.errors import BatchError, CalibrationError, StatisticsError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.toy import ADD_RELU, LINEAR, Model, export, prepare, randn, seeded, sqnr, toy
+from tests.core.toy import (
+    ADD_RELU,
+    LINEAR,
+    PRODUCTS,
+    STATIC,
+    Model,
+    export,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
 from tests.zoo import by_name
 
 X, Y = randn(4, 3), randn(4, 3, seed=1)
@@ -427,6 +440,64 @@ def test_a_cache_that_the_program_fills_goes_from_batch_to_batch(reset: str) -> 
         caches = torch.zeros(2, 4, 3)
     with pytest.raises(BatchError):
         qompose.calibrate(prepare(program, toy(LINEAR)), [(X, caches[0])] * 2)
+
+
+def buffered(module: nn.Module, x: Tensor, cache: Tensor) -> Tensor:
+    return module.linear(module.cache.mul_(0.5).add_(x).clone())
+
+
+def in_a_branch(module: nn.Module, x: Tensor, cache: Tensor) -> Tensor:
+    def write(x: Tensor, seen: Tensor) -> Tensor:
+        return seen * 0.5 + x
+
+    module.cache.copy_(
+        torch.cond(x.sum() > -99, write, lambda x, seen: x - seen, (x, module.cache))
+    )
+    return module.linear(module.cache.clone())
+
+
+@pytest.mark.parametrize(
+    ("function", "algorithms"),
+    [(filled, ()), (filled, ("gptq_sequential",)), (buffered, ()), (in_a_branch, ())],
+)
+def test_a_cache_goes_on_where_a_calibration_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any, algorithms: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(calibrator, "EVERY", 0.0)
+    module = Model(function, linear=nn.Linear(3, 4))
+    module.register_buffer("cache", torch.zeros(4, 3))
+    program = export(seeded(module), X, torch.zeros(4, 3))
+    quantizer = toy(*PRODUCTS, config=replace(STATIC, algorithms=algorithms))
+
+    def calibrated(stop: int, prepared: GraphModule, **options: Any) -> GraphModule:
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            cache = torch.zeros(4, 3)
+            for number in range(6):
+                if number == stop:
+                    raise KeyboardInterrupt
+                yield randn(4, 3, seed=number), cache
+
+        return qompose.calibrate(prepared, batches(), **options)
+
+    path, model = tmp_path / "seen.safetensors", prepare(program, quantizer)
+    with pytest.raises(KeyboardInterrupt):
+        calibrated(4, model, resume=path)
+    whole = calibrated(9, prepare(program, quantizer))
+    half = path.read_bytes()
+    for resumed in (model, prepare(program, quantizer)):
+        path.write_bytes(half)
+        done = calibrated(9, resumed, resume=path)
+        assert scales(done) == scales(whole)
+        one, other = (qompose.convert_pt2e(m).state_dict() for m in (done, whole))
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_what_is_trained_and_has_a_cache_cannot_be_resumed(tmp_path: Path) -> None:
+    """Its cache holds what was rounded by the ranges of that time."""
+    program = export(seeded(Model(filled, linear=nn.Linear(3, 4))), X, torch.zeros(4, 3))
+    prepared = qompose.prepare_qat_pt2e(program, toy(LINEAR))
+    with pytest.raises(StatisticsError):
+        qompose.calibrate(prepared, [(X, torch.zeros(4, 3))], resume=tmp_path / "seen.json")
 
 
 def test_two_views_of_one_memory_are_views_of_one_copy() -> None:

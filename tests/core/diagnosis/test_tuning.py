@@ -315,6 +315,28 @@ def test_an_iterator_may_fill_one_memory_with_all_batches() -> None:
     assert found.score == expected
 
 
+def test_a_cache_that_an_iterator_yields_again_goes_from_batch_to_batch() -> None:
+    def fill(m: Any, x: Tensor, cache: Tensor) -> Tensor:
+        return m.linear(cache.mul_(0.5).add_(x).clone())
+
+    program = export(seeded(Model(fill, linear=nn.Linear(X.shape[1], 4))), X, torch.zeros_like(X))
+    cache, scored = torch.zeros_like(X), list[Any]()
+
+    def metric(model: Any) -> float:
+        scored.append(model)
+        return 0.0
+
+    def ranges(data: Any) -> list[Any]:
+        qompose.tune(program, toy(), data, metric, max_drop=1.0)
+        return [
+            n.args[1:3] for n in scored[-1].graph.nodes if "quantize_per_tensor" in str(n.target)
+        ]
+
+    batches = [(X, cache), (2 * X, cache), (3 * X, cache)]
+    assert ranges(iter(batches)) == ranges(batches)
+    assert not bool(cache.any())
+
+
 def test_single_batches_and_rankings_of_another_model() -> None:
     with pytest.raises(UserError, match="tune"):
         tuned(data=X)
