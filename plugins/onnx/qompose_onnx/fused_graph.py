@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import onnx
 import onnx_ir as ir
 
-from qompose_onnx.errors import ONNXTargetError
+from qompose_onnx.compiled_nodes import EIGHT_BITS, facts_of, reads_integers
 from qompose_onnx.names import ONNXRUNTIME, OPENVINO, WEIGHT_ONLY
+from qompose_onnx.openvino_defects import check_compiled
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
 FUSED: Final = frozenset(
@@ -33,8 +34,7 @@ _FLOATS: Final = frozenset(
 _OPENVINO_PRODUCTS: Final = ("Convolution", "Deconvolution", "FullyConnected", "MatMul")
 SUBGRAPH: Final = "Subgraph"
 COMPRESSED: Final = " of compressed weights"
-_EIGHT_BITS: Final = ("u8", "i8")
-_COMPRESSED: Final = ("u4", "i4", *_EIGHT_BITS)
+_COMPRESSED: Final = ("u4", "i4", *EIGHT_BITS)
 _PRODUCT: Final = "FullyConnected"
 _NO_WORK: Final = frozenset({"Const", "Input", "Output"})
 _NUMBER: Final = re.compile(r"(_token_\d+|_nchwc|_nhwc)+$")
@@ -111,48 +111,17 @@ def in_openvino(path: Path, origins: Mapping[str, str]) -> tuple[Session, Execut
     found: dict[str, list[tuple[str, bool]]] = {}
     counts: Counter[str] = Counter()
     for node in session.compiled.get_runtime_model().get_ordered_ops():
-        kind, precision, names = _facts(node)
+        kind, precision, names = facts_of(node)
         if kind in _NO_WORK:
             continue
-        if kind == "ShapeOf":
-            _check_sized(node, origins)
+        check_compiled(node, origins)
         counts[f"{kind} {precision}"] += 1
-        reads = precision in _EIGHT_BITS
-        if kind == _PRODUCT and precision in _COMPRESSED and not _reads_integers(node):
+        reads = precision in EIGHT_BITS
+        if kind == _PRODUCT and precision in _COMPRESSED and not reads_integers(node):
             kind, reads = f"{kind}{COMPRESSED}", False
         for origin in {origins.get(name.partition("/")[0]) for name in names.split(",")} - {None}:
             found.setdefault(str(origin), []).append((kind, reads))
     return session, Executed(found, counts)
-
-
-def _facts(node: Any) -> list[str]:
-    """Return what OpenVINO executes as, in what type, and for which operators of the file."""
-    facts = node.get_rt_info()
-    names = ("layerType", "runtimePrecision", "originalLayersNames")
-    return [facts[name].astype(str) if name in facts else "" for name in names]
-
-
-def _check_sized(node: Any, origins: Mapping[str, str]) -> None:
-    """Raise where OpenVINO asks for the size of a convolution that it quantizes by itself.
-
-    OpenVINO 2026.4 then takes the bias of one channel for all.
-    """
-    product = node.input_value(0).get_node()
-    kind, precision, names = _facts(product)
-    readers = [_facts(each.get_node())[0] for each in product.output(0).get_target_inputs()]
-    if kind == "Convolution" and precision in _EIGHT_BITS and "FakeQuantize" in readers:
-        found = (origins.get(name.partition("/")[0]) for name in names.split(","))
-        raise ONNXTargetError(
-            f"OpenVINO would compute {next(filter(None, found), names)} wrongly, because something "
-            "reads its size while the program runs. Export with fewer dynamic dimensions or "
-            "none, or lower the model for the target 'onnxruntime'"
-        )
-
-
-def _reads_integers(node: Any) -> bool:
-    """Tell whether the first input of an operator in OpenVINO is integers."""
-    facts = node.input_values()[0].get_node().get_rt_info()
-    return facts["outputPrecisions"].astype(str).partition(",")[0] in _EIGHT_BITS
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

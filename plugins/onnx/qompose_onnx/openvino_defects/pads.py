@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from qompose_onnx.behind import cut_behind
 from qompose_onnx.initializers import added_constant
+from qompose_onnx.openvino_defects.behind import cut_behind
 
 
 def settle(model: ir.Model) -> bool:
