@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import qompose
 import torch
 from qompose.backend import load_backend
@@ -12,9 +14,12 @@ from torch import Tensor, nn
 X = (torch.linspace(-1, 1, 64).reshape(2, 2, 4, 4), torch.linspace(-2, 0.5, 64).reshape(2, 2, 4, 4))
 
 
-def lowered(model: nn.Module, target: str) -> tuple[ONNXProgram, Tensor]:
+SIGNED: Final = config("int8", bits=7)
+
+
+def lowered(model: nn.Module, target: str, settings: Any = SIGNED) -> tuple[ONNXProgram, Tensor]:
     """Return the program of a model of two inputs, and what the converted model gives for `X`."""
-    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config("int8", bits=7))
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(settings)
     result = qompose.quantize(
         model.eval(), X, backends=quantizer, calibration=[X], target=target, progress=False
     )

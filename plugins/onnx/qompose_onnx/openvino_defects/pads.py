@@ -32,12 +32,30 @@ def _of_one_dimension(nodes: list[ir.Node]) -> Iterator[tuple[ir.Node, list[int]
     for node in nodes:
         if node.op_type != "Pad" or node.attributes.get_string("mode", "constant") != "constant":
             continue
-        pads = ir.convenience.get_const_tensor(node.inputs[1])
-        ends = [] if pads is None else [int(end) for end in pads.numpy()]
+        ends = _ends_of_all(node)
         rank = len(ends) // 2
         padded = [axis for axis in range(rank) if ends[axis] or ends[rank + axis]]
         if rank > 1 and len(padded) == 1:
             yield node, ends, padded[0]
+
+
+def _ends_of_all(node: ir.Node) -> list[int]:
+    """Return what is padded before all dimensions, then behind them; [] where that is computed."""
+    ends = _numbers(node.inputs[1])
+    if len(node.inputs) < 4 or node.inputs[3] is None:
+        return ends
+    axes, shape = _numbers(node.inputs[3]), node.outputs[0].shape
+    if not axes or not ends or shape is None:
+        return []
+    rank, found = len(shape), [0] * 2 * len(shape)
+    for axis, first, last in zip(axes, ends, ends[len(axes) :], strict=False):
+        found[axis % rank], found[rank + axis % rank] = first, last
+    return found
+
+
+def _numbers(value: ir.Value | None) -> list[int]:
+    held = None if value is None else ir.convenience.get_const_tensor(value)
+    return [] if held is None else [int(number) for number in held.numpy()]
 
 
 def _pad_another(node: ir.Node, ends: list[int], axis: int) -> None:
@@ -47,4 +65,6 @@ def _pad_another(node: ir.Node, ends: list[int], axis: int) -> None:
     ends[rank + other] = 1
     name = f"{node.outputs[0].name}_pads_of_two"
     node.replace_input_with(1, added_constant(node, name, np.asarray(ends, np.int64)))
+    if len(node.inputs) > 3:  # the ends of chosen axes
+        node.replace_input_with(3, None)
     cut_behind(node, {other: -1})

@@ -27,11 +27,31 @@ def settle(model: ir.Model) -> bool:
 
 
 def _signed(model: ir.Model) -> Iterator[ir.Node]:
-    """Yield what quantizes to int8."""
+    """Yield what quantizes activations to int8: weights stay signed, as OpenVINO wants them.
+
+    Of computed zero points the files here have those of uint8 alone.
+    """
+    fixed = _constants(model)
     for node in model.graph.all_nodes():
-        is_signed = node.op_type == "QuantizeLinear" and node.outputs[0].dtype is ir.DataType.INT8
-        if is_signed and any(_dequantizers(node)):
+        if node.op_type != "QuantizeLinear" or node.outputs[0].dtype is not ir.DataType.INT8:
+            continue
+        is_known = _zero_point(node) is None or _signed_zeros(node) is not None
+        if is_known and node.inputs[0] not in fixed and any(_dequantizers(node)):
             yield node
+
+
+def _constants(model: ir.Model) -> set[ir.Value | None]:
+    """Return what operators compute of constants alone, and the constants that they read."""
+    found: set[ir.Value | None] = {None}
+    for node in model.graph.all_nodes():
+        found.update(value for value in node.inputs if value is not None and value.is_initializer())
+        if not any(map(_is_graph, node.attributes.values())) and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _is_graph(fact: ir.Attr) -> bool:
+    return fact.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def _dequantizers(node: ir.Node) -> Iterator[ir.Node]:
@@ -39,19 +59,38 @@ def _dequantizers(node: ir.Node) -> Iterator[ir.Node]:
     yield from (reader for reader in uses if reader.op_type == "DequantizeLinear")
 
 
+def _zero_point(node: ir.Node) -> ir.Value | None:
+    return node.inputs[2] if len(node.inputs) > 2 else None
+
+
+def _signed_zeros(node: ir.Node) -> Any:
+    """Return the zero points as an array of numpy, None where they are computed or left out (0)."""
+    zeros = _zero_point(node)
+    held = None if zeros is None else ir.convenience.get_const_tensor(zeros)
+    return None if held is None else held.numpy()
+
+
+def _unsigned_zeros(node: ir.Node) -> Any:
+    """Return the zero points of uint8, of the shape that the scales have where they are left out."""
+    signed = _signed_zeros(node)
+    if signed is None:
+        scale: Any = node.inputs[1]
+        signed = np.zeros([] if scale.shape is None else [int(size) for size in scale.shape])
+    return np.asarray(signed.astype(np.int16) + 128, np.uint8)
+
+
 def _read_unsigned(node: ir.Node) -> None:
     """Put an operator that gives uint8 beside one that gives int8, for those that dequantize."""
-    source, scale, zero_point = node.inputs[:3]
     name = f"{node.outputs[0].name}_uint8"
-    signed: Any = None if zero_point is None else ir.convenience.get_const_tensor(zero_point)
-    shifted = np.asarray(signed.numpy().astype(np.int16) + 128, np.uint8)
-    zeros = added_constant(node, f"{name}_zero", shifted)
-    made = ir.node("QuantizeLinear", [source, scale, zeros], attributes=dict(node.attributes))
+    zeros = added_constant(node, f"{name}_zero", _unsigned_zeros(node))
+    facts = {key: fact for key, fact in node.attributes.items() if key != "output_dtype"}
+    made = ir.node("QuantizeLinear", [*node.inputs[:2], zeros], attributes=facts)
     made.name, made.outputs[0].name = f"{node.name}_uint8", name
     made.outputs[0].shape, made.outputs[0].dtype = node.outputs[0].shape, ir.DataType.UINT8
     made.metadata_props.update(node.metadata_props)
     graph_of(node).insert_before(node, made)
     for reader in [*_dequantizers(node)]:
+        reader.resize_inputs(3)
         reader.replace_input_with(0, made.outputs[0])
         reader.replace_input_with(2, zeros)
     if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
