@@ -142,7 +142,7 @@ class ONNXProgram:
         """
         if self._session is None:
             with self.written() as path:
-                self._session = _loaded(path, self.runtime)
+                self._session = _loaded(path, self.runtime, self.model)
         return self._session
 
     def use(self, session: Session, executed: Executed) -> None:
@@ -210,15 +210,23 @@ def _names(values: Iterable[ir.Value]) -> list[str]:
     return [value.name or "" for value in values]
 
 
-def _loaded(path: Path, runtime: str) -> Session:
+def _loaded(path: Path, runtime: str, model: ir.Model) -> Session:
     known = [runtime] if runtime else [*SESSIONS]
     for name in known:
         if missing(name) is None:
             if name == OPENVINO:
-                from qompose_onnx.openvino_defects import settle_file
-
-                settle_file(path)
+                return _in_openvino(path, model)
             return SESSIONS[name](path)
     raise ONNXTargetError(
         f"calling the program requires a runtime: {missing(known[0])}. It can be saved without one"
     )
+
+
+def _in_openvino(path: Path, model: ir.Model) -> Session:
+    """Load a file, which may have been written for others, without what OpenVINO computes wrongly."""
+    from qompose_onnx.fused_graph import in_openvino, origins_of
+    from qompose_onnx.openvino_defects import settle_file
+
+    settle_file(path)
+    session, _ = in_openvino(path, origins_of(model))
+    return session
