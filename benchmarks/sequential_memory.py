@@ -4,8 +4,8 @@
     python benchmarks/sequential_memory.py --widths 2048 2048 2048 --word gptq_sequential
 
 Linears of random weights, without a bias, int4 in groups of 128 for x86, four batches of 64 rows. What the
-process had before the step is taken off, the float model among it. The integers that the algorithm chose are
-a byte a weight, and held until conversion; what else is there at the peak includes activations.
+process had before the step is taken off, the float model among it. Integers that the sequential form chose
+lie in a temporary file, a byte a weight; what is there at the peak includes activations.
 """
 
 from __future__ import annotations

@@ -511,7 +511,7 @@ def _rounded_parts(
         order = _Order.of(columns, inputs.symmetric(columns), form)
         for rows, part in _row_parts(reader, q, together):
             yield rows, columns, part, part.rounded(order)
-        del order  # before the next, as large, is made
+        del order, part  # before the next, as large, is made
 
 
 def _integers(
@@ -529,6 +529,7 @@ def _integers(
             groups = slice(columns.start // size, columns.stop // size)
             scale[rows, groups] = rounded.step[0, :, ::size].to(scale.dtype)
             zero_point[rows, groups] = rounded.zero_point[0, :, ::size].to(zero_point.dtype)
+        del part, rounded  # before columns that come next have theirs
     return replace(q, scale=scale, zero_point=zero_point), result
 
 
@@ -578,43 +579,46 @@ class _Order:
         They are within bounds, so that rounding them gives integers. Steps and zero points are returned too.
 
         Args:
-            values: weight, step, zero point, `(groups, K, rows)`: what is handed on lies side by side.
+            values: weight, step, zero point, `(groups, K, rows)`.
         """
-        places = self.places[:, :, None].expand_as(values[0])
-        left, step, zero_point = (v.gather(1, places) for v in values)
-        walked = self._walked(left, step, zero_point, q)
-        found = torch.empty_like(left).scatter_(1, places, walked)
-        if self.form.spec is None:
-            return found, values[1], values[2]
-        step, zero_point = (left.scatter(1, places, v) for v in (step, zero_point))
-        return found, step, zero_point
+        weight, *scales = values
+        if self.form.spec is not None:  # groups get others
+            scales = [v.clone() for v in scales]
+        found, errors = (weight.new_empty(weight.shape) for _ in range(2))
+        size = self.form.block_size if self.form.spec is None else self.form.group_size
+        for first in range(0, weight.shape[1], size):
+            block = slice(first, first + size)
+            places = self.places[:, block, None].expand(-1, -1, weight.shape[2])
+            before, *own = (v.gather(1, places) for v in (weight, *scales))  # side by side
+            passed_on = self.handed_on[:, :first, block].transpose(1, 2) @ errors[:, :first]
+            left = passed_on.add_(before)
+            if self.form.spec is not None:
+                self._rescale(left, *own)
+                for v, part in zip(scales, own, strict=True):
+                    v.scatter_(1, places, part)
+            walked = self._walked(block, (before, left, *own), errors[:, block], q)
+            found.scatter_(1, places, walked)
+        return found, scales[0], scales[1]
 
-    def _walked(self, left: Tensor, step: Tensor, zero_point: Tensor, q: QParams) -> Tensor:
-        """Return positions in the order of columns; steps change in place where groups get theirs."""
-        form, handed_on = self.form, self.handed_on
-        found = (left / step).add_(zero_point).clamp_(q.low, q.high)
-        bounds = [(q.low, q.high)] * left.shape[1] if not form.near else _next_to(found)
-        known = torch.addcmul(
-            left, zero_point, step
-        )  # what an integer times its step is taken from
-        errors = torch.empty_like(left)
-        all_columns = (left, step, zero_point, known, found, errors)
-        size = form.block_size if form.spec is None else form.group_size
-        for first in range(0, left.shape[1], size):
-            last, block = min(first + size, left.shape[1]), slice(first, first + size)
-            left[:, block] += handed_on[:, :first, block].transpose(1, 2) @ errors[:, :first]
-            if form.spec is not None:
-                known[:, block].addcmul_(zero_point[:, block], step[:, block], value=-1)
-                self._rescale(left[:, block], step[:, block], zero_point[:, block])
-                known[:, block].addcmul_(zero_point[:, block], step[:, block])
-            each = zip(*(v[:, block].unbind(1) for v in all_columns), bounds[block], strict=True)
-            for at, column in enumerate(each, start=first):
-                value, of_step, zero, of, place, error, (least, most) = column
-                torch.addcdiv(zero, value, of_step, out=place).clamp_(least, most)
-                torch.addcmul(of, place.round(), of_step, value=-1, out=error)
-                left[:, at + 1 : last].addcmul_(
-                    handed_on[:, at, at + 1 : last, None], error[:, None]
-                )
+    def _walked(self, block: slice, values: Sequence[Tensor], errors: Tensor, q: QParams) -> Tensor:
+        """Return positions of a block of columns, in their order, and write what each is off by.
+
+        Args:
+            values: weight, what it has become, step, zero point, `(groups, c, rows)`.
+        """
+        before, left, step, zero_point = values
+        bounds: list[tuple[Any, Any]] = [(q.low, q.high)] * left.shape[1]
+        if self.form.near:
+            bounds = _next_to((before / step).add_(zero_point).clamp_(q.low, q.high))
+        known = torch.addcmul(before, zero_point, step)  # an integer's step is taken from that
+        found, handed_on = torch.empty_like(left), self.handed_on[:, block, block]
+        columns = (left, step, zero_point, known, found, errors)
+        each = zip(*(v.unbind(1) for v in columns), bounds, strict=True)
+        for at, column in enumerate(each):
+            value, of_step, zero, of, place, error, (least, most) = column
+            torch.addcdiv(zero, value, of_step, out=place).clamp_(least, most)
+            torch.addcmul(of, place.round(), of_step, value=-1, out=error)
+            left[:, at + 1 :].addcmul_(handed_on[:, at, at + 1 :, None], error[:, None])
         return found
 
     def _rescale(self, group: Tensor, step: Tensor, zero_point: Tensor) -> None:

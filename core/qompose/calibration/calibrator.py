@@ -96,7 +96,8 @@ def calibrate(
     then go by what those saw together, so that weights that they share get the same integers.
 
     Algorithms that learn from data, such as "gptq_sequential", run after the last batch: the program is run
-    once more on all batches, part by part, and batches are kept in memory until then.
+    once more on all batches, part by part, and batches are kept in memory until then. The integers that they
+    choose lie in temporary files (`TMPDIR`), a byte for each weight, as long as models use them.
 
     If `torch.distributed` is initialized, each process runs its share of the batches, and all end with the
     statistics of all data, bit for bit those of a single process, but for the rounding of second moments.

@@ -3,7 +3,7 @@
 
 The float program and the quantized one are run beside each other on all batches, part by part
 (`qompose.algorithms.blocks`): a part's inputs are those that quantizing all parts before it gives. What is
-held at a time is what the operators behind still read of each batch, and what is learned.
+held at a time is what the operators behind still read of each batch; what was learned lies on disk.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from qompose.errors import CalibrationError, first_of
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import nodes_in
+from qompose.program.disk import Pages
 from qompose.program.graph import (
     constant_of,
     describe,
@@ -174,7 +175,8 @@ def learn(
     sides = PartlyRun(prepared, exact), PartlyRun(draft, quantized)
     walk = _Walk(found, algorithms, *sides, len(exact), rank, exchange)
     del exact, quantized
-    units = walk.units(list(walk.asked()))
+    asked = list(walk.asked())
+    units, pages = walk.units(asked), Pages(_sizes(found, asked))
     before = learned_of(prepared) or Learned()
     known = {weight.path: weight for weight in before.weights}
 
@@ -186,11 +188,19 @@ def learn(
     task = bar.add_task("learning", total=len(units))
     for number, unit in enumerate(units, start=1):
         bar.update(task, description=f"learning {unit.name}")
-        walk.learn(unit, known)
+        walk.learn(unit, known, pages)
         keep(whole=False)
         note()
         bar.update(task, completed=number)
     keep(whole=True)
+
+
+def _sizes(found: Calibrated, asked: Sequence[_Asked]) -> Iterator[int]:
+    """Yield the bytes of the integers of each weight that is asked for."""
+    weights = {weight_group(found, one.product)[0]: one.product.weight for one in asked}
+    for number, weight in weights.items():
+        count = found.factors.constant(weight.name).numel()
+        yield count * found.qparams[number].dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -248,7 +258,7 @@ class _Walk:
             return _Unit(module_path(node) or node.name, at, at, (one,))
         return _Unit(inside[-1], *modules[inside[-1]], (one,))
 
-    def learn(self, unit: _Unit, known: dict[str, LearnedWeight]) -> None:
+    def learn(self, unit: _Unit, known: dict[str, LearnedWeight], pages: Pages) -> None:
         """Come to a part, and let algorithms decide on those of its weights that are not known."""
         self.exact.advance(unit.first)
         self.quantized.advance(self._start(unit.first))
@@ -258,7 +268,9 @@ class _Walk:
             waiting = [one for one, first in pairs if first is one and one.path not in known]
             self._give(asked)
             if waiting:
-                known |= {weight.path: weight for weight in self._learned(unit, algorithm, waiting)}
+                known |= {
+                    weight.path: weight for weight in self._learned(unit, algorithm, waiting, pages)
+                }
             self._give(waiting)
             for one, first in pairs:
                 if first is not one and first.path not in known:
@@ -286,7 +298,7 @@ class _Walk:
         return next((places[name] + 1 for name in before if name in places), 0)
 
     def _learned(
-        self, unit: _Unit, algorithm: Algorithm, asked: Sequence[_Asked]
+        self, unit: _Unit, algorithm: Algorithm, asked: Sequence[_Asked], pages: Pages
     ) -> Iterator[LearnedWeight]:
         """Let one algorithm learn, and yield what it decided."""
         found, products = self.found, tuple(one.product for one in asked)
@@ -306,6 +318,7 @@ class _Walk:
                 weight = found.factors.constant(one.product.weight.name)
                 found.integers[number] = integers_of(weight, now)
             if number in found.integers and number not in taken:
+                found.integers[number] = pages.moved(found.integers[number])
                 begins = f"{algorithm} on {where}"  # `usable` goes by the algorithm
                 said = (line for line in found.made[made:] if line.startswith(begins))
                 yield LearnedWeight(

@@ -14,9 +14,11 @@ import math
 import mmap
 import os
 import sys
+import tempfile
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from qompose.errors import CheckpointError, UserError
+from qompose.errors import CheckpointError, UserError, warn_user
 from qompose.program.graph import get_attribute, set_attribute
 
 if TYPE_CHECKING:
@@ -465,6 +467,62 @@ def kept(name: str, job: Job) -> Made:
     """
     spool = _current.get()
     return job() if spool is None else spool.take(name, job)
+
+
+class Pages:
+    """A temporary file without a name that tensors move to; one for all, since a process may open few.
+
+    The system takes their pages back when it needs memory. Writing to a tensor changes memory, not the file.
+    The file goes with the last of them.
+
+    Args:
+        sizes: in bytes, of each tensor. Nothing is written before one comes.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        size, self._at = sum(_aligned(size) for size in sizes), 0
+        self._mapping: mmap.mmap | None = None
+        if size < _SMALL:
+            return
+        try:
+            self._file = tempfile.TemporaryFile(prefix="qompose-", buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)
+            self._file.truncate(size)
+            self._mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            self._stay(size, error)
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same values in the file.
+
+        What is small or on another device is returned as it is; so is what finds no room, with a warning.
+        """
+        size = x.numel() * x.element_size()
+        if self._mapping is None or size < _SMALL or x.device.type != "cpu":
+            return x
+        left = x.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        try:
+            self._file.seek(self._at)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._stay(size, error)
+            return x
+        at, self._at = self._at, self._at + _aligned(size)
+        flat = torch.frombuffer(self._mapping, dtype=x.dtype, count=x.numel(), offset=at)
+        return flat.view(x.shape)
+
+    def _stay(self, size: int, error: OSError) -> None:
+        self._mapping = None
+        warn_user(
+            f"{size} bytes of integers stay in memory: no temporary file could be written ({error}). "
+            "Set TMPDIR to a directory with room"
+        )
+
+
+def _aligned(size: int) -> int:
+    """Return the bytes from one tensor to the next: each begins at a multiple of 8."""
+    return -(-size // 8) * 8
 
 
 # Integers of few values are fields of few bits in a file, which follow one another in bytes without gaps:
