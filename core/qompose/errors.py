@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeAlias
 
 __all__ = [
     "AnnotationConflictError",
@@ -440,6 +441,20 @@ def near_names(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'a' or 'b'?)", or nothing where no known name is close."""
     close = get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+Kind: TypeAlias = "type | UnionType"
+_WANTED: Mapping[Kind, str] = {
+    bool: "True or False", str: "a string", str | None: "a string or None"
+}  # fmt: skip
+
+
+def kind_faults(given: object, kinds: Mapping[str, Kind]) -> Iterator[str]:
+    """Yield the fields of an object that have another type than their kind: bool, str, or str | None."""
+    for name, kind in kinds.items():
+        value = getattr(given, name)
+        if not isinstance(value, kind):
+            yield f"{name} must be {_WANTED[kind]}, got {value!r}"
 
 
 def first_of(names: Sequence[str], most: int) -> str:

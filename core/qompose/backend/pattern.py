@@ -419,6 +419,16 @@ def _matcher(pattern: Pattern) -> _CandidateMatcher:
             f"pattern {_name_of(pattern.function)} must end in a single operator, whose output "
             "it returns"
         )
+    unused = [
+        name
+        for name, node in zip(pattern.parameters, matcher.pattern_placeholder_nodes, strict=True)
+        if not node.users
+    ]
+    if unused:
+        raise ConfigError(
+            f"pattern {_name_of(pattern.function)} never uses {', '.join(unused)}, so nothing matches "
+            "it; take that parameter and its shape away, or use it"
+        )
     matcher.named = named
     return matcher
 

@@ -19,7 +19,7 @@ import torch
 
 from qompose.backend.kernel import Kernel
 from qompose.backend.pattern import Match, OperatorPattern, Pattern
-from qompose.errors import ConfigError, blaming, near_names
+from qompose.errors import ConfigError, Kind, blaming, kind_faults, near_names
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
     CASTS,
@@ -362,7 +362,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Refuse what would never apply, or never be looked at."""
-        faults = [*_kind_faults(self)] or [*_word_faults(self), *_name_faults(self)]
+        faults = [*_kind_faults(self)] or [
+            *_word_faults(self),
+            *_name_faults(self),
+            *_contradictions(self),
+        ]
         if faults:
             raise ConfigError(f"rule {self.name}: {'; '.join(faults)}")
 
@@ -456,10 +460,18 @@ def naming(rule: Rule) -> Iterator[None]:
         raise ConfigError(f"rule {rule.name}: {error}") from error
 
 
+_KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(("integer_bias", "output", "shares", "carries"), bool),
+    **dict.fromkeys(("drawing", "anchor", "option"), str),
+    **dict.fromkeys(("weight", "bias", "state"), str | None),
+}
+
+
 def _kind_faults(rule: Any) -> Iterator[str]:
     """Yield the fields that have values of the wrong type."""
     if not isinstance(rule.name, str) or not rule.name:
         yield f"name must be a string that is not empty, got {rule.name!r}"
+    yield from kind_faults(rule, _KINDS)
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
         yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
         return
@@ -474,8 +486,10 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         yield f"modes must be a set of modes, got {rule.modes!r}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
-    if not isinstance(rule.shares, bool):
-        yield f"shares must be True or False, got {rule.shares!r}"
+    channels = rule.channels
+    pair = isinstance(channels, tuple) and [type(dim) for dim in channels] == [int, int]
+    if channels is not None and not pair:
+        yield f"channels must be None or a pair of dimensions such as (1, 1), got {channels!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
         yield f"guard must be a function of a match, got {rule.guard!r}"
 
@@ -506,9 +520,15 @@ TORCH = "torch"
 def target_faults(targets: Iterable[object], known: Collection[str] = (TORCH,)) -> Iterator[str]:
     """Yield the targets that are a slip away from a known one; others may be those of other packages."""
     for target in targets:
-        meant = [name for name in known if isinstance(target, str) and one_slip(target, name)]
+        meant = [name for name in known if isinstance(target, str) and _is_near(target, name)]
         if meant and target not in known:
-            yield f"kernels has an entry for the target {target!r}{near_names(str(target), meant)}"
+            near = near_names(str(target).lower(), meant)
+            yield f"kernels has an entry for the target {target!r}{near}"
+
+
+def _is_near(written: str, meant: str) -> bool:
+    """Tell whether a name is a slip away from another one, or that with other case or Python's prefix."""
+    return one_slip(written, meant) or written.lower() in (meant, f"py{meant}")
 
 
 def one_slip(written: str, meant: str) -> bool:
@@ -559,3 +579,19 @@ def _name_faults(rule: Rule) -> Iterator[str]:
     if rule.bias and not any(rule.bias in pattern.names for pattern in rule.patterns):
         known = ", ".join(sorted(rule.patterns[0].names))
         yield f"no pattern has the bias {rule.bias!r}. The first pattern has {known}"
+
+
+def _contradictions(rule: Rule) -> Iterator[str]:
+    """Yield what cannot be true of one operation at once."""
+    fields_of: dict[str, list[str]] = {name: ["activations"] for name in rule.activations}
+    for role in ("weight", "bias", "state"):
+        name = getattr(rule, role)
+        if name:
+            fields_of.setdefault(name, []).append(role)
+    for name, several in fields_of.items():
+        if len(several) > 1:
+            yield f"{' and '.join(several)} both name {name!r}; keep it in one of them"
+    if rule.own and not rule.option:
+        yield f"own has {', '.join(rule.own)}, but there is no option; name the word that asks for it"
+    if rule.shares and "output" in rule.own:
+        yield "own['output'] cannot be where shares=True; leave one of them out"

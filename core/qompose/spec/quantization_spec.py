@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, kind_faults
 from qompose.spec.algorithm_choice import (
     BIAS_CORRECTION,
     GPTQ,
@@ -474,8 +474,8 @@ class QuantizationConfig:
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")
-        if not isinstance(self.name, str):
-            raise ConfigError(f"name must be a string, got {self.name!r}")
+        for fault in kind_faults(self, {"is_qat": bool, "balance": bool, "name": str}):
+            raise ConfigError(fault)
         object.__setattr__(self, "options", tuple(sorted(set(given))))
         if self.algorithms is not None:
             asked = (

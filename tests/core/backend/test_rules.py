@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,22 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "modes of another kind": ({"modes": None}, "modes .*None"),
     "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
     "guards of another kind": ({"guard": (len, 5)}, "guard .*5"),
-    "sharing of another kind": ({"shares": "yes"}, "shares .*'yes'"),
+    **{
+        f"{name} as text": ({name: "no"}, f"{name} must be True or False, got 'no'")
+        for name in ("integer_bias", "output", "shares", "carries")
+    },
+    "an option of another kind": ({"option": 3}, "option .*string, got 3"),
+    "a weight of another kind": ({"weight": 3}, "weight .*string or None, got 3"),
+    **{
+        f"channels {given!r}": ({"channels": given}, f"channels .*{re.escape(repr(given))}")
+        for given in (1, "ab", (1,), (1, 1, 1), [1, 1], (1.0, 1.0), (True, True))
+    },
+    "a bias that is the weight": ({"bias": "weight"}, "weight and bias .*'weight'"),
+    "a buffer that is an input": ({"state": "input"}, "activations and state .*'input'"),
+    "own without an option": ({"own": {"activation": ACTIVATION}}, "own .*no option"),
+    "own that would be shared": (
+        {"shares": True, "option": "x", "own": {"output": ACTIVATION}}, r"own\['output'\] .*shares"
+    ),
 }  # fmt: skip
 
 
@@ -162,8 +178,9 @@ def test_what_is_no_specification_is_refused() -> None:
     for role in ("input_activation", "output_activation", "weight", "bias"):
         with pytest.raises(ConfigError, match=f"{role} .*'int8'"):
             replace(STATIC, **{role: "int8"})
-    with pytest.raises(ConfigError, match="got 3"):
-        replace(STATIC, name=3)
+    for name, given in (("name", 3), ("is_qat", "no"), ("balance", "no")):
+        with pytest.raises(ConfigError, match=f"{name} must be .*, got {given!r}"):
+            replace(STATIC, **{name: given})
     with pytest.raises(ConfigError, match="ch_axis"):
         replace(WEIGHT, ch_axis="0")
 
@@ -216,6 +233,10 @@ def test_a_pattern_that_cannot_be_is_refused_with_its_rule(make: Any, said: str)
             Pattern(linear, SHAPES, (*LINEAR_OF, ("relu", aten.relu.default))),
             r"aten\.relu\.default .*'relu'\. It calls aten\.linear\.default$", id="not called",
         ),
+        pytest.param(
+            Pattern(lambda input, weight, bias: F.linear(input, weight), SHAPES, LINEAR_OF),
+            "never uses bias", id="unused",
+        ),
         pytest.param(Pattern(lambda x: x.nothing(), ((2, 3),), LINEAR_OF), "nothing", id="raises"),
     ],
 )  # fmt: skip
@@ -252,7 +273,9 @@ def test_modes_are_a_set() -> None:
         replace(LINEAR, modes="static")
 
 
-@pytest.mark.parametrize("target", ["torhc", "Torch", "torc", "ttorch", "torcx"])
+@pytest.mark.parametrize(
+    "target", ["torhc", "Torch", "torc", "ttorch", "torcx", "TORCH", "pytorch", "PyTorch"]
+)
 def test_a_target_one_slip_away_from_a_known_one_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=f"rule linear: .*'{target}'.*'torch'"):
         replace(LINEAR, kernels={target: Kernel("k")})
