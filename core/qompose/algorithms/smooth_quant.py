@@ -272,7 +272,8 @@ class _Placing:
         node = product_node(claim, self.nodes)
         if product is None or node is None:
             raise _NotSmoothed(
-                f"rule {claim.rule} does not match a plain linear layer or convolution"
+                f"rule {claim.rule} of {claim.owner} does not say which channels its weight has "
+                "(Rule.channels): it is no plain linear layer or convolution, or the rule lacks them"
             )
         weight = self.nodes[product.weight]
         constant = constant_of(weight)

@@ -459,14 +459,32 @@ def _check_integers(who: str, region: Region, value: object) -> None:
 
 
 def _check_shapes(made: Mapping[Node, Any], kernels: Mapping[int, str]) -> None:
-    """Refuse kernels whose results have other shapes than they stand for; `kernels` says who, by claim.
+    """Refuse kernels whose results have another shape or type than what they replace.
 
-    `Region.call` takes it that a call gives what the region gave. `made` are the results of examples.
+    `Region.call` takes it that a call gives what it is told. `made` are the results of examples; `kernels`
+    says by claim who made them.
     """
     for node, value in made.items():
         whose = [kernels[number] for number in tag_of(node, KERNELS_TAG) or () if number in kernels]
         if whose:
-            _check_shape(" and ".join(whose), node, value, value_of(node))
+            who, wanted = " and ".join(whose), value_of(node)
+            _check_shape(who, node, value, wanted)
+            _check_dtype(who, node, value, wanted)
+
+
+def _check_dtype(who: str, node: Node, value: object, wanted: object) -> None:
+    """Refuse a result of another type than the kernel's last call was said to give.
+
+    Raises:
+        ConfigError: the types differ.
+    """
+    tensors = isinstance(value, Tensor) and isinstance(wanted, Tensor)
+    if tensors and value.dtype is not wanted.dtype:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{who} calls {node.target}, which gives {value.dtype}, as one that gives {wanted.dtype}: "  # type: ignore[attr-defined]
+            f"{describe(node)}. dtype= of region.call must be the type of its result, by default the "
+            "region's float type; correct it, or the operator and its register_fake"
+        )
 
 
 def _check_shape(who: str, node: Node, value: object, wanted: object) -> None:

@@ -129,17 +129,28 @@ def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_confli
     proposal.rejections.append(Rejection(later, RULE, (node.name,), f"it {done}"))
 
 
-def point_specs(node: Node) -> list[PointSpec]:
-    """Return what a node's annotation says, as values that compare by content."""
+def _edges(node: Node) -> Mapping[Node, Any]:
+    """Return the specifications of an annotated node's inputs.
+
+    Raises:
+        ConfigError: the annotation is none.
+    """
     annotation = node_annotation(node)
-    if annotation is None:
-        return []
     edges = getattr(annotation, "input_qspec_map", None)
     if not isinstance(edges, Mapping) or not all(isinstance(key, Node) for key in edges):
         raise ConfigError(
             f"the annotation of {node.name} must be a QuantizationAnnotation whose "
             f"input_qspec_map maps nodes to specifications, got {annotation!r}"
         )
+    return edges
+
+
+def point_specs(node: Node) -> list[PointSpec]:
+    """Return what a node's annotation says, as values that compare by content."""
+    annotation = node_annotation(node)
+    if annotation is None:
+        return []
+    edges = _edges(node)
     implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
     places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
     places.append((Point(node.name), getattr(annotation, "output_qspec", None)))
@@ -244,9 +255,13 @@ def _objections(
     reasons: dict[Point, str] = {}
     for region, specs in regions:
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
+        edges = {(n.name, node.name) for node in region for n in node.all_input_nodes}
         for point in (spec.point for spec in specs):
-            if point.source not in known:
-                raise ConfigError(f"{owner} annotates {point}, which is not an edge of the program")
+            if point.user is not None and (point.source, point.user) not in edges:
+                raise ConfigError(
+                    f"{owner} annotates {point}, which is not an edge of the program: the keys of "
+                    f"input_qspec_map must be inputs of {point.user}"
+                )
             if (reason := _objection(point, known[point.source], unsafe)) is not None:
                 reasons[point] = reason
     return reasons_of_dependents([spec for _, specs in regions for spec in specs], reasons)
@@ -335,8 +350,8 @@ def _regions(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _fused(source: Node, user: Node) -> bool:
-    above, below = node_annotation(source), node_annotation(user)
-    says_nothing = above.output_qspec is None and below.input_qspec_map.get(source) is None
+    output, edges = getattr(node_annotation(source), "output_qspec", None), _edges(user)
+    says_nothing = output is None and edges.get(source) is None
     operators = source.op == user.op == "call_function"
     return says_nothing and operators and len(source.users) == 1
 

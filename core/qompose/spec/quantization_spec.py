@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
@@ -267,6 +268,10 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        for name in ("scale", "zero_point"):
+            given: object = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, numbers.Real):
+                raise ConfigError(f"{name} must be a number, got {given!r}")
         if not 0 < self.scale < math.inf:
             raise ConfigError(f"scale must be positive, got {self.scale}")
         if not low <= self.zero_point <= high:

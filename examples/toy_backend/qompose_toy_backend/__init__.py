@@ -47,6 +47,7 @@ LINEAR = backend.Rule(
     patterns=tuple(backend.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
     weight="weight",
     bias="bias",
+    channels=(-1, -1),  # of input and output
     accepts={"activation": ACTIVATION, "weight": WEIGHT, "output": ACTIVATION},
     kernels={"torch": backend.Kernel("int8 linear", emit_linear)},
 )

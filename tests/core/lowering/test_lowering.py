@@ -246,6 +246,23 @@ def test_a_kernel_that_gives_another_shape_is_named(case: str, rows: Any, target
     assert rows is None or x.meta["val"].shape[0].node.maybe_as_int() is None
 
 
+def integers(region: Region, given: torch.dtype, said: torch.dtype) -> Node:
+    """New ones of one type, which are said to be of another."""
+    source = region.quantized("input").node
+    made = region.step(torch.ops.aten.new_zeros.default, source, [6, 4])
+    return region.call(torch.ops.prims.convert_element_type.default, made, given, dtype=said)
+
+
+@pytest.mark.parametrize("types", [(torch.uint8, torch.int8), (torch.float32, torch.int8)], ids=str)
+def test_a_kernel_that_gives_another_type_than_it_says_is_named(types: Any) -> None:
+    """The next reader's assertion, as the model ran, named nobody."""
+    kernel = Kernel("other", lambda region: integers(region, *types))
+    program = export(seeded(Model(lambda m, x: m.first(x), first=nn.Linear(3, 4))), X)
+    converted = convert(program, toy(linear_for(torch=kernel)), X)
+    with pytest.raises(ConfigError, match=rf"'other' of toy, .*{types[0]}.*{types[1]}"):
+        qompose.lower(converted)
+
+
 def test_a_kernel_that_gives_several_tensors_of_other_shapes_is_named() -> None:
     row = rule("chunk", OperatorPattern((torch.ops.aten.chunk.default,)), activations=("self",),
                output=False, kernels={"torch": Kernel("chunks", other_dim)})  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import qompose
 import torch
 from qompose import Quantizer
-from qompose.errors import AnnotationConflictError
+from qompose.errors import AnnotationConflictError, ConfigError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import DerivedQuantizationSpec, QuantizationAnnotation
 from torch import nn
@@ -97,6 +97,32 @@ def test_fused_operators_are_one_claim() -> None:
     assert graph_text(prepared) == graph_text(
         prepare(export(model, randn(2, 3)), toy(LINEAR_RELU, LINEAR))
     )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    {
+        "no annotation": lambda node: node.meta.update({ANNOTATION_KEY: "int8"}),
+        "an edge from itself": lambda node: annotate(node, {node: INT8}, INT8),
+        "an edge from the fusion's input": lambda node: annotate(node, {first(node): INT8}),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_neighbours_that_are_annotated_wrongly_are_named(wrong: Any) -> None:
+    """Each reads the one before it, so they are looked at for fusions."""
+
+    def annotate_node(node: Node) -> None:
+        if node.op == "call_function":
+            wrong[1](node)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with pytest.raises(ConfigError, match="input_qspec_map"):
+        prepare(export(model, randn(2, 3)), Annotator(annotate_node))
+
+
+def first(node: Node) -> Node:
+    """The input of the program."""
+    return next(n for n in node.graph.nodes if n.op == "placeholder")
 
 
 def linears(output: Any = INT8) -> Callable[[Node], None]:

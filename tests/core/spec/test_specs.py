@@ -101,6 +101,7 @@ def test_channels_without_an_axis_have_that_of_the_observer(factory: Any, axis: 
         ({"scale": 0.0}, "scale"), ({"scale": -1.0}, "scale"), ({"scale": float("nan")}, "scale"),
         ({"scale": float("inf")}, "scale"), ({"zero_point": 256}, "zero_point=256"),
         ({"zero_point": 1.5}, "zero_point"), ({"quant_max": 300}, "quant_max=300"),
+        ({"scale": "1"}, "scale"), ({"zero_point": None}, "zero_point"),
         ({"is_dynamic": True}, ""), ({"qscheme": torch.per_channel_affine}, ""),
     ],
     ids=str,
