@@ -457,6 +457,16 @@ def kind_faults(given: object, kinds: Mapping[str, Kind]) -> Iterator[str]:
             yield f"{name} must be {_WANTED[kind]}, got {value!r}"
 
 
+def shown(given: object) -> str:
+    """Return what an error says of a value: its text, or the name of its type where that is long."""
+    text = repr(given)
+    is_brief = len(text) <= _BRIEF and not isinstance(given, Iterator)
+    return text if is_brief else type(given).__name__
+
+
+_BRIEF = 80
+
+
 def first_of(names: Sequence[str], most: int) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(rest)} more" if (rest := names[most:]) else ""

@@ -423,7 +423,7 @@ WRONG = {
     "a global setting": fails("works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"),
     "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
     "a refusal without reason beside another": fails(
-        "composes", linear(kernels=emitting(speechless)), "an owner or a reason"
+        "composes", linear(kernels=emitting(speechless)), "needs the reason"
     ),
     "no kernel for what was loaded": fails("saves", linear(kernels=emitting(of_this_export)), "simulated"),
     "coarse beside another": fails("composes", quantizer(Coarse, LINEAR_RELU, LINEAR), "min_sqnr"),

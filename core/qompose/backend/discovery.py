@@ -35,7 +35,13 @@ from importlib_metadata import EntryPoint, PackageNotFoundError, requires
 
 from qompose import errors
 from qompose.entry_points import ALGORITHM_GROUP, entry_points, offers
-from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
+from qompose.errors import (
+    BackendNotFoundError,
+    ExcludedBackendError,
+    MemberError,
+    PluginError,
+    shown,
+)
 
 if TYPE_CHECKING:
     from qompose.backend.interface import Backend, Target
@@ -336,23 +342,25 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
         return (
             f"qompose_backend returned {type(backend).__qualname__}, not a qompose.backend.Backend"
         )
-    if backend.api_version != API_VERSION:
-        return _version_fault(info, backend.api_version)
-    if backend.name != info.name:
+    # A backend of another interface may have anything else in its tables.
+    fault = version_fault(backend.api_version, info.distribution)
+    if fault is None and backend.name != info.name:
         return f"its backend is named {backend.name!r}, but its entry point is named {info.name!r}"
-    return table_fault(backend)
+    return fault or table_fault(backend)
 
 
-def _version_fault(info: BackendInfo, written_for: object) -> str:
-    """Say who must upgrade."""
+def version_fault(written_for: object, package: str) -> str | None:
+    """Return who must upgrade where a backend of a package is of another interface, None where it is not."""
     here = API_VERSION
+    if written_for == here:
+        return None
     if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
         return (
             "api_version must be the version of the backend interface it was written for, got "
             f"{written_for!r}; this qompose has version {here}"
         )
     old = written_for < here
-    remedy = f"upgrade {info.distribution}" if old else "upgrade qompose"
+    remedy = f"upgrade {package}" if old else "upgrade qompose"
     return (
         f"it was written for version {written_for} of the backend interface, but this qompose has "
         f"version {here}; {remedy}"
@@ -373,20 +381,20 @@ def table_fault(backend: Backend) -> str | None:
         return fault
     tables: tuple[tuple[str, Any, type, str], ...] = (
         ("rules", backend.rules, Rule, "qompose.backend.Rule"),
-        ("configs", configs.values(), QuantizationConfig, "QuantizationConfig"),
+        ("configs", tuple(configs.values()), QuantizationConfig, "QuantizationConfig"),
         ("targets", backend.targets, Target, "qompose.backend.Target"),
     )
     for name, table, kind, expected in tables:
-        if not isinstance(table, Iterable):
-            return f"{name} must be a tuple of {expected}, got {table!r}"
+        for fault in _sequence_faults(name, table, expected):
+            return fault
         for entry in table:
             if not isinstance(entry, kind):
-                return f"{name} must contain only {expected} objects, got {entry!r}"
+                return f"{name} must contain only {expected} objects, got {shown(entry)}"
     for fault in _rule_faults(backend):
         return fault
     in_float: Any = backend.left_in_float
     if not isinstance(in_float, Mapping):
-        return f"left_in_float must map operators to reasons, got {in_float!r}"
+        return f"left_in_float must map operators to reasons, got {shown(in_float)}"
     for operator, reason in in_float.items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
@@ -404,13 +412,26 @@ def _rule_faults(backend: Backend) -> Iterator[str]:
         yield from (f"rule {rule.name}: {slip}" for slip in target_faults(rule.kernels, known))
 
 
-def _field_faults(name: object, rewrites: object, configs: object) -> Iterator[str]:
+def _field_faults(name: object, rewrites: Any, configs: object) -> Iterator[str]:
+    from qompose.program.rewrites import unknown_rewrite
+
     if not isinstance(name, str) or not name:
         yield f"name must be a string that is not empty, got {name!r}"
-    if isinstance(rewrites, str):
-        yield f"rewrites must be a tuple of names, got the string {rewrites!r}"
+    for fault in _sequence_faults("rewrites", rewrites, "names"):
+        yield fault
+        return
+    for fault in filter(None, map(unknown_rewrite, rewrites)):
+        yield f"rewrites has an {fault}"
     if not isinstance(configs, Mapping):
-        yield f"configs must be a dict by name, got {configs!r}"
+        yield f"configs must be a dict by name, got {shown(configs)}"
+
+
+def _sequence_faults(name: str, given: object, expected: str) -> Iterator[str]:
+    """Yield why a table is none that has an order and can be read again."""
+    if not isinstance(given, (tuple, list)):
+        several = isinstance(given, Iterable) and not isinstance(given, str)
+        remedy = f": write {name} = tuple(...)" if several else ""
+        yield f"{name} must be a tuple of {expected}, got {shown(given)}{remedy}"
 
 
 def check_backend(info: BackendInfo) -> Health:

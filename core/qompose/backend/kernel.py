@@ -87,7 +87,16 @@ class Kernel:
 
 
 class NotLowerable(Exception):  # noqa: N818 - it says what the region is
-    """Raised by a kernel's `emit` with the reason why a region must stay as it is."""
+    """Raised by a kernel's `emit` with the reason why a region must stay as it is.
+
+    Raises:
+        TypeError: the reason is no text, or empty. Whoever lowers is told the kernel and its rule.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        if not isinstance(reason, str) or not reason.strip():
+            raise TypeError(f"NotLowerable needs the reason as text, got {reason!r}")
+        super().__init__(reason)
 
 
 aten = torch.ops.aten

@@ -215,6 +215,14 @@ class Candidate:
     group: str = ""
 
 
+def unknown_rewrite(name: object) -> str | None:
+    """Return that there is no rewrite of a name, with those of a similar one; None where there is one."""
+    if isinstance(name, str) and name in _REWRITES:
+        return None
+    hint = near_names(str(name), _REWRITES) or f". Available: {', '.join(_REWRITES)}"
+    return f"unknown rewrite {name!r}{hint}"
+
+
 def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidate]:
     """Return the places where the `wanted` rewrites apply, in graph order.
 
@@ -222,8 +230,9 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
         UserError: there is no rewrite of a name.
     """
     for name in wanted:
-        if name not in _REWRITES:
-            raise UserError(f"unknown rewrite {name!r}{near_names(name, _REWRITES)}")
+        fault = unknown_rewrite(name)
+        if fault is not None:
+            raise UserError(fault)
     cast = _graphs_under_autocast(module)
     program = _Program(count_readers(module), computed_values(module))
     return [

@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities, capability_rows
-from qompose.backend.discovery import table_fault
+from qompose.backend.discovery import table_fault, version_fault
 from qompose.backend.interface import Backend
 from qompose.backend.rule import Rule
 from qompose.errors import ConfigError, SelectorError, UserError, near_names
@@ -74,14 +74,16 @@ class RuleQuantizer(Quantizer):
     which means the backend's first configuration of that mode.
 
     Raises:
-        ConfigError: `backend` is not a `Backend`, or its tables hold something else than they should.
+        ConfigError: `backend` is not a `Backend`, it was written for another version of that interface, or
+            its tables hold something else than they should.
     """
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         if not isinstance(backend, Backend):
             raise ConfigError(f"RuleQuantizer expects a Backend, got {backend!r}{_remedy(backend)}")
-        fault = table_fault(backend)
+        fault = version_fault(backend.api_version, "the package of the backend")
+        fault = fault or table_fault(backend)
         if fault is not None:
             raise ConfigError(f"backend {backend.name}: {fault}")
         self.backend = backend
@@ -147,10 +149,11 @@ class RuleQuantizer(Quantizer):
         self._selectors.set(for_regex(regex, self._checked(config)))
         return self
 
-    def set_filter(self, function: Callable[[Node], object], config: ConfigChoice) -> Self:
+    def set_filter(self, function: Callable[[Node], bool], config: ConfigChoice) -> Self:
         """Use `config` for the operators of the exported program for which `function(node)` is true.
 
-        It is called once for every operator, in graph order.
+        It is called once for every operator, in graph order, when a program is prepared; what is neither True
+        nor False is refused then.
 
         Raises:
             SelectorError: `function` cannot be called.
@@ -197,7 +200,7 @@ class RuleQuantizer(Quantizer):
         self._selectors.set(for_call(module_name, kind, index, self._checked(config)))
         return self
 
-    def set_filter_function(self, function: Callable[[Node], object]) -> Self:
+    def set_filter_function(self, function: Callable[[Node], bool]) -> Self:
         """Narrow all selectors to the operators for which `function(node)` is true.
 
         Raises:
@@ -222,6 +225,10 @@ class RuleQuantizer(Quantizer):
             _check_option(self.backend, option, config)
         weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
         rules = weighted or self.backend.rules
+        if not rules:
+            raise ConfigError(
+                f"Backend {self.name!r} has no rules, so it supports no configuration"
+            )
         if all(rule.objection(config) for rule in rules):
             reasons = "\n".join(f"  - {reason}" for reason in _objections(rules, config))
             raise ConfigError(f"Backend {self.name!r} does not support {config}:\n{reasons}")

@@ -10,7 +10,7 @@ from operator import getitem
 
 from torch.fx import GraphModule, Node
 
-from qompose.errors import SelectorError, blaming, near_names
+from qompose.errors import SelectorError, blaming, near_names, shown
 from qompose.program.control_flow import bodies_of, borders, is_nested_call
 from qompose.program.graph import describe, module_path, module_stack, reached
 from qompose.program.meta import tag_of
@@ -40,8 +40,12 @@ def _matching(setting: Setting, program: Program) -> Iterable[Node]:
 
 
 def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
-    with blaming(f"{label} (called on {describe(node)})"):
-        return bool(predicate(node))
+    where = f"{label} (called on {describe(node)})"
+    with blaming(where):
+        answer = predicate(node)
+    if not isinstance(answer, bool):  # text such as "no" is true
+        raise SelectorError(f"{where} must return True or False, got {shown(answer)}")
+    return answer
 
 
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:
@@ -108,7 +112,8 @@ class Assignment:
     stand there after a rewrite are looked up by the operator they come from.
 
     Raises:
-        SelectorError: an exact name, path or call is not in the program.
+        SelectorError: an exact name, path or call is not in the program, or a predicate returned neither True
+            nor False.
         MemberError: a predicate raised.
     """
 

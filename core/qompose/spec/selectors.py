@@ -143,7 +143,7 @@ class Selectors:
     """The settings of one quantizer, in the order in which they were made."""
 
     settings: list[Setting] = field(default_factory=list)
-    filter_function: Callable[[Node], object] | None = None
+    filter_function: Callable[[Node], bool] | None = None
 
     def set(self, setting: Setting) -> None:
         """Add a setting, in place of one with the same key; a regular expression keeps its rank."""
@@ -219,7 +219,7 @@ def compiled(regex: str) -> re.Pattern[str]:
         raise SelectorError(f"{regex!r} is not a valid regular expression: {error}") from error
 
 
-def for_filter(function: Callable[[Node], object], config: QuantizationConfig | None) -> Setting:
+def for_filter(function: Callable[[Node], bool], config: QuantizationConfig | None) -> Setting:
     """Return the setting of the operators for which a predicate is true.
 
     Raises:

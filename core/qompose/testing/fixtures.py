@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer
-from qompose.backend import Backend, Kernel, OperatorPattern, Rule, on_integers
+from qompose.backend import API_VERSION, Backend, Kernel, OperatorPattern, Rule, on_integers
 from qompose.backend.pattern import Shape
 from qompose.backend.rule import STATIC
 from qompose.observers import activation_spec
@@ -289,6 +289,7 @@ class _Surroundings(Backend):
     """Copies of integers, for every target."""
 
     name = "contract"
+    api_version = API_VERSION
 
     def __init__(self, targets: Iterable[str]) -> None:
         clone: Any = torch.ops.aten.clone.default

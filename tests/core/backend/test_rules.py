@@ -155,12 +155,34 @@ def test_a_kernel_of_other_things_is_refused(facts: dict[str, Any], named: str) 
         ({"rewrites": "fold_batch_norm"}, "rewrites .*tuple"),
         ({"rules": (LINEAR, LINEAR)}, "2 rules are named"),
         ({"left_in_float": ["relu"]}, "left_in_float .*relu"),
+        ({"rules": (rule for rule in (LINEAR,))}, r"rules .*got generator: write rules = tuple\("),
+        ({"rules": {LINEAR.name: LINEAR}}, r"rules .*got dict: write rules = tuple\("),
+        ({"rewrites": (name for name in ())}, r"rewrites .*got generator: write rewrites = tuple\("),
+        ({"rewrites": (["add_bias"],)}, "rewrites .*unknown"),
+        ({"rewrites": ("fold_batchnorm",)}, "rewrites .*'fold_batchnorm'.*'fold_batch_norm'"),
+        ({"api_version": 0}, "api_version .*got 0"), ({"api_version": "1"}, "api_version .*got '1'"),
+        ({"api_version": 2}, ".*version 2 .*upgrade qompose"),
     ],
 )  # fmt: skip
 def test_tables_of_other_things_are_refused(facts: dict[str, Any], named: str) -> None:
     kind = type("Mine", (Backend,), {"name": "mine", "api_version": 1, **facts})
     with pytest.raises(ConfigError, match=f"backend mine: {named}"):
         qompose.RuleQuantizer(kind())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kind"), [("rules", LINEAR, "Rule"), ("configs", [STATIC], "list")]
+)
+def test_a_long_value_is_told_by_its_type(name: str, given: Any, kind: str) -> None:
+    backend = type("Mine", (Backend,), {"name": "mine", "api_version": 1, name: given})
+    with pytest.raises(ConfigError, match=f"backend mine: {name} .*got {kind}") as caught:
+        qompose.RuleQuantizer(backend())
+    assert len(str(caught.value)) < 200
+
+
+def test_a_backend_without_rules_says_so() -> None:
+    with pytest.raises(ConfigError, match="'alpha' has no rules"):
+        qompose.RuleQuantizer(ToyBackend((), "alpha")).set_global(STATIC)
 
 
 @pytest.mark.parametrize("name", [None, "", 3])

@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QomposeWarning
 from qompose.backend import Kernel, NotLowerable, Region, on_integers
-from qompose.errors import NotLoweredError
+from qompose.errors import MemberError, NotLoweredError
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -121,6 +121,13 @@ def test_the_second_is_tried_and_told() -> None:
 def test_the_first_is_taken_where_it_fits() -> None:
     chain = Kernel("first", on_integers, otherwise=Kernel("second", refusing("never asked")))
     assert qompose.report(lowered_chain(chain)).why("relu")[0].kernel == "first"
+
+
+@pytest.mark.parametrize("reason", ["", " ", None, 3], ids=repr)
+def test_a_kernel_that_does_not_fit_gives_the_reason(reason: Any) -> None:
+    chain = Kernel("speechless", refusing(reason), otherwise=SECOND)
+    with pytest.raises(MemberError, match=rf"'speechless' of toy, rule relu.* got {reason!r}"):
+        lowered_chain(chain)
 
 
 def test_where_none_fits_the_reason_is_the_first_ones() -> None:

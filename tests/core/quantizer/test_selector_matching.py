@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -69,18 +70,30 @@ class TestFilter:
         """The operators of a body stand where it is called; its call and results are none."""
         seen: list[str] = []
         program = export(seeded(regions()), X, strict=strict)
-        prepare(program, rules().set_filter(lambda node: seen.append(module_path(node)), STATIC))
+        prepare(
+            program, rules().set_filter(lambda node: not seen.append(module_path(node)), STATIC)
+        )
         assert seen == ["a", "b", "c", "d"]
 
     def test_a_member_that_occurs_twice_asks_once(self) -> None:
         seen: list[str] = []
-        quantizer = rules().set_filter(lambda node: seen.append(node.name), STATIC)
+        quantizer = rules().set_filter(lambda node: not seen.append(node.name), STATIC)
         prepare(PROGRAM, qompose.compose(quantizer, quantizer))
         assert len(seen) == len(set(seen)) == 5
 
     def test_an_error_of_a_predicate_names_the_operator(self) -> None:
         quantizer = rules().set_filter(lambda node: node.nothing, STATIC)  # type: ignore[attr-defined]
         with pytest.raises(MemberError, match=r"filter <lambda> .*linear \(aten.linear in fi"):
+            prepare(PROGRAM, quantizer)
+
+    @pytest.mark.parametrize("answer", ["no", None, 1, []], ids=repr)
+    @pytest.mark.parametrize("setter", ["set_filter", "set_filter_function"])
+    def test_an_answer_that_is_neither_true_nor_false_is_refused(
+        self, answer: Any, setter: str
+    ) -> None:
+        arguments = (STATIC,) if setter == "set_filter" else ()
+        quantizer = getattr(rules(), setter)(lambda node: answer, *arguments)
+        with pytest.raises(SelectorError, match=rf"linear .*{re.escape(repr(answer))}"):
             prepare(PROGRAM, quantizer)
 
 
