@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from operator import getitem
 
+from torch import SymBool
 from torch.fx import GraphModule, Node
 
 from qompose.errors import SelectorError, blaming, near_names, shown
@@ -43,9 +44,10 @@ def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
     where = f"{label} (called on {describe(node)})"
     with blaming(where):
         answer = predicate(node)
-    if not isinstance(answer, bool):  # text such as "no" is true
-        raise SelectorError(f"{where} must return True or False, got {shown(answer)}")
-    return answer
+        if isinstance(answer, (bool, SymBool)):  # the latter of sizes that are open
+            return bool(answer)
+    # Text such as "no" would be true.
+    raise SelectorError(f"{where} must return True or False, got {shown(answer)}")
 
 
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:

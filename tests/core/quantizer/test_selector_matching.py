@@ -86,6 +86,13 @@ class TestFilter:
         with pytest.raises(MemberError, match=r"filter <lambda> .*linear \(aten.linear in fi"):
             prepare(PROGRAM, quantizer)
 
+    def test_an_answer_may_be_about_an_open_size(self) -> None:
+        program = export(
+            nn.Linear(8, 4), randn(6, 8), dynamic_shapes=({0: torch.export.Dim("n", min=4)},)
+        )
+        quantizer = rules().set_filter(lambda node: node.meta["val"].shape[0] > 2, STATIC)
+        assert configs(program, quantizer)["linear"] == "static"
+
     @pytest.mark.parametrize("answer", ["no", None, 1, []], ids=repr)
     @pytest.mark.parametrize("setter", ["set_filter", "set_filter_function"])
     def test_an_answer_that_is_neither_true_nor_false_is_refused(
