@@ -285,7 +285,11 @@ class _Placing:
             raise _NotSmoothed(f"{describe(node)} does not read it")
         channels = value_of(source).shape[product.input_dim]
         if constant.dim() < 2 or constant.shape[1] != channels:
-            raise _NotSmoothed(f"{describe(node)} is a grouped convolution")
+            raise _NotSmoothed(
+                f"the weight of {describe(node)} has the shape {list(constant.shape)}, but its input "
+                f"{channels} channels along dimension {product.input_dim}: it is a grouped convolution, or "
+                f"`channels` of rule {claim.rule} is wrong"
+            )
         spec = self.group_of[Point(weight.name, node.name)].spec
         if not isinstance(spec, QuantizationSpec) or spec.dtype in CASTS:
             raise _NotSmoothed(f"{weight.target} is not quantized to integers with an observer")

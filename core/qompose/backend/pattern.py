@@ -11,7 +11,7 @@ import inspect
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -213,7 +213,8 @@ class Pattern:
         shapes: Any = self.shapes
         if not isinstance(shapes, tuple):
             return (f"shapes must be a tuple of shapes, got {shapes!r}",)
-        return (*_signature_faults(self.function, len(shapes)), *_named_faults(self.operators))
+        faults = tuple(_signature_faults(self.function, len(shapes)))
+        return faults or tuple(_named_faults(self.operators, self.parameters))
 
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every occurrence, overlapping ones too, in graph order of their outputs."""
@@ -332,15 +333,18 @@ def _signature_faults(function: object, shapes: int) -> Iterator[str]:
         yield f"{name} has the parameters {names}, but {shapes} shapes are given"
 
 
-def _named_faults(operators: Any) -> Iterator[str]:
-    names = set[str]()
+def _named_faults(operators: Any, parameters: Iterable[str]) -> Iterator[str]:
+    names = set(parameters)
     for entry in operators:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
             yield f"operators must be (name, operator) pairs, got {entry!r}"
         elif not _is_overload(entry[1]):
             yield _not_an_overload(entry[1])
         elif entry[0] in names:
-            yield f"two operators are named {entry[0]!r}; give each a name of its own"
+            yield (
+                f"an operator and another one or a parameter are named {entry[0]!r}; give each a name "
+                "of its own"
+            )
         else:
             names.add(entry[0])
 

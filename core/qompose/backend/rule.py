@@ -19,7 +19,7 @@ import torch
 
 from qompose.backend.kernel import Kernel
 from qompose.backend.pattern import Match, OperatorPattern, Pattern
-from qompose.errors import ConfigError, Kind, blaming, kind_faults, near_names
+from qompose.errors import ConfigError, Kind, blaming, kind_faults, near_names, shown
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
     CASTS,
@@ -473,17 +473,17 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         yield f"name must be a string that is not empty, got {rule.name!r}"
     yield from kind_faults(rule, _KINDS)
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
-        yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
+        yield f"patterns must be a tuple of patterns, got {shown(rule.patterns)}"
         return
     for pattern in rule.patterns:
         known = isinstance(pattern, (Pattern, OperatorPattern))
-        unknown = f"patterns must contain Pattern or OperatorPattern objects, got {pattern!r}"
+        unknown = f"patterns must contain Pattern or OperatorPattern objects, got {shown(pattern)}"
         yield from pattern.faults if known else [unknown]
     yield from _mapping_faults(rule)
     if isinstance(rule.modes, str):
         yield f"modes must be a set of modes, got the string {rule.modes!r}; write {{{rule.modes!r}}}"
-    elif not isinstance(rule.modes, Iterable):
-        yield f"modes must be a set of modes, got {rule.modes!r}"
+    elif not isinstance(rule.modes, Collection) or not rule.modes:
+        yield f"modes must be a set of modes that is not empty, got {rule.modes!r}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     channels = rule.channels
@@ -499,14 +499,14 @@ def _mapping_faults(rule: Any) -> Iterator[str]:
     roles = ("accepts", "layout", "own")
     for name, key in (*((name, "role") for name in roles), ("kernels", "target")):
         if not isinstance(getattr(rule, name), Mapping):
-            yield f"{name} must be a dict by {key}, got {getattr(rule, name)!r}"
+            yield f"{name} must be a dict by {key}, got {shown(getattr(rule, name))}"
             return
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
-            yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
+            yield f"accepts[{role!r}] must be a TensorConstraint, got {shown(constraint)}"
     for role, spec in rule.own.items():
         if not isinstance(spec, QuantizationSpec):
-            yield f"own[{role!r}] must be a QuantizationSpec, got {spec!r}"
+            yield f"own[{role!r}] must be a QuantizationSpec, got {shown(spec)}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
             yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"

@@ -415,11 +415,22 @@ class _Fit:
             return None
         if bias is not None and constant_of(bias) is None:
             return None
-        one, other = (
-            dim % value_of(node).dim()
-            for dim, node in zip(rule.channels, (source, self.match.output), strict=True)
-        )
+        one, other = map(self._dimension, rule.channels, (source, self.match.output))
         return Product(weight.name, bias.name if bias else "", one, other, config.balance)
+
+    def _dimension(self, dim: int, node: Node) -> int:
+        """Return a dimension of the rule's channels, counted from the first.
+
+        Raises:
+            ConfigError: the tensor has fewer.
+        """
+        rank: int = value_of(node).dim()
+        if not -rank <= dim < rank:
+            raise ConfigError(
+                f"rule {self.rule.name}: channels={self.rule.channels} has dimension {dim}, but "
+                f"{describe(node)} has {rank}; count from the end where ranks differ, as in (-1, -1)"
+            )
+        return dim % rank
 
     def _needs(self) -> tuple[str, ...]:
         """Return the producers whose values must be quantized for the claim to stand."""

@@ -212,6 +212,11 @@ class TestReasons:
         model = Model(lambda m, x: m.a(x).sigmoid() + m.b(x).tanh() + m.a(x * 2), **layers)
         assert "a.weight" in self.notes(model.eval(), toy(RULE, config=ASKING))
 
+    def test_channels_that_are_not_those_of_the_weight(self) -> None:
+        notes = self.notes(block(), toy(replace(RULE, channels=(0, 0)), config=ASKING))
+        assert "[32, 32]" in notes and "8 channels along dimension 0" in notes
+        assert f"`channels` of rule {RULE.name}" in notes
+
     def test_one_reader_does_not_ask(self) -> None:
         quantizer = toy(RULE, config=ASKING).set_module_name("k", STATIC)
         assert "layer_norm -> linear_1" in self.notes(block(), quantizer)

@@ -105,6 +105,7 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "own of another kind": ({"own": {"activation": 3}}, r"own\['activation'\] .*3"),
     "own of no role": ({"own": {"input": ACTIVATION}}, "own .*'input'"),
     "state of no pattern": ({"state": "cache"}, "unknown name cache"),
+    "no modes": ({"modes": frozenset()}, "modes .*not empty"),
     "modes of another kind": ({"modes": None}, "modes .*None"),
     "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
     "guards of another kind": ({"guard": (len, 5)}, "guard .*5"),
@@ -213,6 +214,13 @@ def test_a_guard_gives_a_reason_or_none() -> None:
         prepare(program, toy(replace(LINEAR, guard=lambda _: True)))
 
 
+def test_channels_are_dimensions_of_the_tensors() -> None:
+    program = export(nn.Linear(3, 4), torch.zeros(2, 3))
+    quantizer = toy(replace(LINEAR, channels=(5, 7)), config=replace(STATIC, balance=True))
+    with pytest.raises(ConfigError, match=r"rule linear: channels=\(5, 7\) .*dimension 5"):
+        prepare(program, quantizer)
+
+
 def test_a_backend_is_not_its_quantizer() -> None:
     with pytest.raises(qompose.UserError, match="RuleQuantizer"):
         qompose.compose(ToyBackend((LINEAR,), "mine"))
@@ -236,7 +244,11 @@ def linear(input: Any, weight: Any, bias: Any) -> Any:
         pytest.param(lambda: Pattern(linear, (*SHAPES, (1,)), LINEAR_OF), "4 shapes", id="too many"),
         pytest.param(lambda: Pattern(linear, SHAPES, (("op", aten.linear),)), "linear.default", id="packet"),
         pytest.param(lambda: Pattern(linear, SHAPES, (aten.linear.default,)), "pairs", id="no name"),
-        pytest.param(lambda: Pattern(linear, SHAPES, LINEAR_OF * 2), "two operators", id="one name for two"),
+        pytest.param(lambda: Pattern(linear, SHAPES, LINEAR_OF * 2), "named 'op'", id="one name for two"),
+        pytest.param(
+            lambda: Pattern(linear, SHAPES, (("weight", aten.linear.default),)), "named 'weight'",
+            id="a parameter's name",
+        ),
         pytest.param(lambda: OperatorPattern((aten.relu,)), r"aten\.relu\.default", id="packet alone"),
         pytest.param(lambda: OperatorPattern(aten.relu.default), "tuple of operators", id="no tuple"),
         pytest.param(lambda: OperatorPattern((torch.relu,)), r"torch\.ops", id="a function"),
