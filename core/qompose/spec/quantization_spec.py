@@ -456,7 +456,8 @@ class QuantizationConfig:
 
     Raises:
         ConfigError: `algorithms` has an unknown name or object, or one that cannot be applied with these
-            specifications; a role is not a specification; `options` is not a tuple of strings.
+            specifications; a role is not a specification; the input is dynamic and the output is quantized;
+            `options` is not a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -476,6 +477,11 @@ class QuantizationConfig:
                 raise ConfigError(
                     f"{role} must be a quantization specification or None, got {spec!r}"
                 )
+        if getattr(self.input_activation, "is_dynamic", False) and self.output_activation:
+            raise ConfigError(
+                "output_activation must be None where input_activation is dynamic, since operators give "
+                f"floats then, got {self.output_activation!r}"
+            )
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")

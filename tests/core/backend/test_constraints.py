@@ -169,7 +169,8 @@ def test_what_is_known_before_calibration_is_refused_when_it_is_set(
     facts: dict[str, Any], spec: Any, named: str | None
 ) -> None:
     row = replace(LINEAR, accepts={"activation": constraint(blocks=True, **facts)})
-    config = replace(STATIC, input_activation=spec)
+    output = None if spec.is_dynamic else STATIC.output_activation
+    config = replace(STATIC, input_activation=spec, output_activation=output)
     refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
     assert (row.objection(config) is None) is (named is None)
     with refused:

@@ -171,6 +171,15 @@ def test_what_converts_itself_shares_with_its_like_alone() -> None:
     assert integer_range_key(INT8) == integer_range_key(specs[2]) != integer_range_key(WEIGHT)
 
 
+def test_outputs_of_dynamic_configurations_are_float() -> None:
+    """Conversion asked for calibration, which would not have helped."""
+    dynamic = replace(INT8, is_dynamic=True)
+    QuantizationConfig(dynamic, None, INT8)
+    for output in (INT8, dynamic):
+        with pytest.raises(ConfigError, match="output_activation"):
+            QuantizationConfig(dynamic, output, INT8)
+
+
 def test_configurations_compare_without_their_names() -> None:
     twin = replace(STATIC, name="another name")
     assert twin == STATIC
