@@ -325,7 +325,7 @@ class Rule:
         modes: the kinds of configuration that apply.
         option: a word that a configuration must have among its `options`, for a rule that costs accuracy or
             helps few; "" applies it without.
-        own: by role, the specification that it has whatever the configuration says; for rules with an option.
+        own: by role, the specification that it has whatever the configuration says.
         layout: by role, what the shape of the operator's tensors makes of a specification's `ch_axis` or
             `block_size`, where it has one: `{"weight": {"ch_axis": 1}}` for a transposed convolution, whose
             weight has its output channels there. So one configuration serves operators of any layout.
@@ -591,7 +591,5 @@ def _contradictions(rule: Rule) -> Iterator[str]:
     for name, several in fields_of.items():
         if len(several) > 1:
             yield f"{' and '.join(several)} both name {name!r}; keep it in one of them"
-    if rule.own and not rule.option:
-        yield f"own has {', '.join(rule.own)}, but there is no option; name the word that asks for it"
     if rule.shares and "output" in rule.own:
         yield "own['output'] cannot be where shares=True; leave one of them out"

@@ -121,7 +121,6 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     },
     "a bias that is the weight": ({"bias": "weight"}, "weight and bias .*'weight'"),
     "a buffer that is an input": ({"state": "input"}, "activations and state .*'input'"),
-    "own without an option": ({"own": {"activation": ACTIVATION}}, "own .*no option"),
     "own that would be shared": (
         {"shares": True, "option": "x", "own": {"output": ACTIVATION}}, r"own\['output'\] .*shares"
     ),
