@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from qompose.errors import ConfigError, InternalError
 from qompose.program.aliasing import why_not_alone
@@ -415,6 +416,8 @@ def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
     whole = [value for value in args if isinstance(value, (DynamicTensor, QuantizedTensor))]
     if whole:
         return f"tensors must be passed as nodes, got a {type(whole[0]).__name__}; pass its .node"
+    if any(isinstance(value, Tensor) for value in pytree.tree_leaves(args)):
+        return "tensors must be passed as nodes, got a Tensor; pass region.constant(name, tensor)"
     if not callable(target):
         return "that is no operator or function; pass the function that custom_op made"
     if not isinstance(target, OpOverload):
@@ -424,7 +427,21 @@ def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
     if missing or len(args) > len(declared):
         what = f"without {', '.join(missing)}" if missing else f"with {len(args)} arguments"
         return f"{what}; its schema is {target._schema}"
-    return ""
+    return "; ".join(_misfits(declared, args))
+
+
+def _misfits(declared: Sequence[Any], args: Sequence[Any]) -> Iterator[str]:
+    """Yield which arguments are vectors where a schema has numbers, or nothing where it has tensors."""
+    for argument, value in zip(declared, args, strict=False):
+        kind, tensor = str(argument.type), value_of(value) if isinstance(value, Node) else None
+        sizes = tensor.shape if isinstance(tensor, Tensor) else ()
+        if kind in _NUMBERS and any(isinstance(size, int) and size > 1 for size in sizes):
+            yield f"{argument.name} must be of type {kind}, got {value.name} of shape {[*sizes]}"
+        elif kind == "Tensor" and (value is None or isinstance(value, str)):
+            yield f"{argument.name} must be the node of a tensor, got {value!r}"
+
+
+_NUMBERS = frozenset({"float", "int", "bool", "number"})
 
 
 def readers_in(regions: Mapping[int, Sequence[Node]], claims: Sequence[Claim]) -> Readers:

@@ -119,10 +119,25 @@ CALLS: tuple[tuple[Callable[[Region], Any], str], ...] = (
         r"with 2 arguments; .*aten::relu",
     ),
     (lambda region: region.call(torch.ops.aten.relu.default, region.quantized("input")), r"\.node"),
+    (
+        lambda region: region.call(torch.ops.aten.add.Tensor, region.node("op"), torch.ones(8)),
+        r"region\.constant",
+    ),
+    (
+        lambda region: region.call(
+            torch.ops.aten.elu.default, region.node("op"), region.quantized("weight").node
+        ),
+        "alpha must be of type number, got .* of shape ",
+    ),
+    (lambda region: region.call(torch.ops.aten.relu.default, None), "self must be the node"),
 )
 
 
-@pytest.mark.parametrize(("ask", "told"), CALLS, ids=["too few", "too many", "no node"])
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    CALLS,
+    ids=["too few", "too many", "no node", "a tensor", "a vector", "nothing"],
+)
 def test_calls_that_cannot_be(ask: Callable[[Region], Any], told: str) -> None:
     with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear calls .*{told}"):
         lowered(ask)
