@@ -46,6 +46,7 @@ from qompose.plan.methods import check_methods, in_method
 from qompose.plan.operator_ids import restore_written
 from qompose.program.aliasing import inputs_written, written_buffers
 from qompose.program.control_flow import graphs_in
+from qompose.program.graph import copies_of, get_attribute
 from qompose.program.meta import META_KEY
 from qompose.program.user_input import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
@@ -121,7 +122,7 @@ def calibrate(
         CalibrationError: there was no batch; one does not fit the model (its number is named) or has
             another value than the exported one for an argument that is not a tensor; another process
             failed or died; or there are several, and an observer depends on the order of batches or has
-            statistics already. Observers are then as they were before.
+            statistics already. Observers and buffers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read; or `resume` with
             fake quantizers in a program that writes to inputs or buffers.
     """
@@ -332,9 +333,12 @@ def _has_seen(prepared: GraphModule) -> bool:
 def _looking(prepared: GraphModule) -> Iterator[None]:
     """Run a model without gradients and, if it is one to be trained, without training batch norms.
 
-    Whatever is raised, observers are then as they were before.
+    Whatever is raised, observers and the buffers that the program writes to are then as they were before.
     """
     training, before, learned = prepared.training, states_of(prepared), learned_of(prepared)
+    written = copies_of(
+        {path: get_attribute(prepared, path) for path in prepared.meta[META_KEY].state}
+    )
     if is_trained(prepared):
         prepared.eval()
     try:
@@ -342,6 +346,7 @@ def _looking(prepared: GraphModule) -> Iterator[None]:
             yield
     except BaseException:  # a key that was pressed, too
         restore(before)
+        restore_written(prepared, written)
         set_learned(prepared, learned)
         raise
     finally:

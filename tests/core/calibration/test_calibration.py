@@ -492,6 +492,20 @@ def test_a_cache_goes_on_where_a_calibration_is_resumed(
         assert all(torch.equal(one[key], other[key]) for key in other)
 
 
+@pytest.mark.parametrize("function", [buffered, in_a_branch])
+def test_a_failure_leaves_buffers_as_they_were(function: Any) -> None:
+    module = Model(function, linear=nn.Linear(3, 4))
+    module.register_buffer("cache", torch.ones(4, 3))
+    prepared = prepare(export(seeded(module), X, torch.zeros(4, 3)), toy(*PRODUCTS))
+    qompose.calibrate(prepared, [(X, X)])
+    before = prepared.cache.clone()
+    with pytest.raises(BatchError):
+        qompose.calibrate(prepared, [(X, X), (X,)])
+    assert prepared.cache.equal(before) and not before.equal(module.cache)
+    twice = qompose.calibrate(prepared, [(X, X)])
+    assert not twice.cache.equal(before)
+
+
 def test_what_is_trained_and_has_a_cache_cannot_be_resumed(tmp_path: Path) -> None:
     """Its cache holds what was rounded by the ranges of that time."""
     program = export(seeded(Model(filled, linear=nn.Linear(3, 4))), X, torch.zeros(4, 3))
