@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeAlias
@@ -445,15 +446,18 @@ def near_names(name: str, known: Iterable[str]) -> str:
 
 Kind: TypeAlias = "type | UnionType"
 _WANTED: Mapping[Kind, str] = {
-    bool: "True or False", str: "a string", str | None: "a string or None"
+    bool: "True or False", Real: "a number", str: "a string", str | None: "a string or None"
 }  # fmt: skip
 
 
 def kind_faults(given: object, kinds: Mapping[str, Kind]) -> Iterator[str]:
-    """Yield the fields of an object that have another type than their kind: bool, str, or str | None."""
+    """Yield the fields of an object that have another type than their kind, one of `_WANTED`.
+
+    True and False are no numbers.
+    """
     for name, kind in kinds.items():
         value = getattr(given, name)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is Real):
             yield f"{name} must be {_WANTED[kind]}, got {value!r}"
 
 

@@ -53,7 +53,7 @@ from qompose.algorithms.products import (
     taps_of,
     weight_group,
 )
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, kind_faults
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
 from qompose.observers.make_observer import make_observer, qparams_of
@@ -126,10 +126,8 @@ class GPTQ(Algorithm):
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("act_order", "static_groups"):
-            given: object = getattr(self, name)
-            if not isinstance(given, bool):
-                raise ConfigError(f"GPTQ option {name} must be True or False, got {given!r}")
+        for fault in kind_faults(self, dict.fromkeys(("act_order", "static_groups"), bool)):
+            raise ConfigError(f"GPTQ option {fault}")
         if self.act_order and not self.static_groups:
             raise ConfigError(
                 "GPTQ with static_groups=False requires act_order=False: group scales come from "

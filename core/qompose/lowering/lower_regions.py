@@ -185,7 +185,7 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     kernels = {number: _who(name, record.plan.claims[number]) for number, name in done.items()}
     for part in graphs_in(model):
         made = allow_any(part) if runtime is TORCH_TARGET else made_by_kernels(part.graph)
-        _check_shapes(made, kernels)
+        _check_results(made, kernels)
     state, notes = state_with(model, record.state, taken)
     plan = replace(record.plan, notes=(*record.plan.notes, *notes))
     record = replace(record, plan=plan, state=state)
@@ -458,7 +458,7 @@ def _check_integers(who: str, region: Region, value: object) -> None:
         )
 
 
-def _check_shapes(made: Mapping[Node, Any], kernels: Mapping[int, str]) -> None:
+def _check_results(made: Mapping[Node, Any], kernels: Mapping[int, str]) -> None:
     """Refuse kernels whose results have another shape or type than what they replace.
 
     `Region.call` takes it that a call gives what it is told. `made` are the results of examples; `kernels`
@@ -478,10 +478,11 @@ def _check_dtype(who: str, node: Node, value: object, wanted: object) -> None:
     Raises:
         ConfigError: the types differ.
     """
-    tensors = isinstance(value, Tensor) and isinstance(wanted, Tensor)
-    if tensors and value.dtype is not wanted.dtype:  # type: ignore[attr-defined]
+    if not (isinstance(value, Tensor) and isinstance(wanted, Tensor)):
+        return
+    if value.dtype is not wanted.dtype:
         raise ConfigError(
-            f"{who} calls {node.target}, which gives {value.dtype}, as one that gives {wanted.dtype}: "  # type: ignore[attr-defined]
+            f"{who} calls {node.target}, which gives {value.dtype}, as one that gives {wanted.dtype}: "
             f"{describe(node)}. dtype= of region.call must be the type of its result, by default the "
             "region's float type; correct it, or the operator and its register_fake"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors on disk: weights as pages of a checkpoint, a spool for what is made of them, and fields of bits.
+"""Tensors on disk: weights as pages of a checkpoint, files for what is made of them, and fields of bits.
 
 Mapped tensors are read when they are used, and the system takes their pages back when it needs memory. Each
 has a storage of its own, as if it had been made alone.

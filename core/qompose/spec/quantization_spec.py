@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -268,10 +268,8 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
-        for name in ("scale", "zero_point"):
-            given: object = getattr(self, name)
-            if isinstance(given, bool) or not isinstance(given, numbers.Real):
-                raise ConfigError(f"{name} must be a number, got {given!r}")
+        for fault in kind_faults(self, dict.fromkeys(("scale", "zero_point"), Real)):
+            raise ConfigError(fault)
         if not 0 < self.scale < math.inf:
             raise ConfigError(f"scale must be positive, got {self.scale}")
         if not low <= self.zero_point <= high:

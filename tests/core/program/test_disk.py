@@ -37,10 +37,8 @@ def files_open() -> int:
 
 def test_many_tensors_take_one_file_that_nobody_sees(temporary: Path) -> None:
     given = [make(integers(dtype)) for dtype in TYPES for make in (Tensor.t, lambda x: x[::2])]
-    given.append(
-        torch.ones(2**16 + 3, dtype=torch.int8)
-    )  # what follows begins at a multiple of eight
-    given.append(integers(torch.int32))
+    # What follows an odd number of bytes begins at a multiple of eight.
+    given += [torch.ones(2**16 + 3, dtype=torch.int8), integers(torch.int32)]
     before = files_open()
     pages = Pages(x.numel() * x.element_size() for x in given)
     moved = [pages.moved(x) for x in given]

@@ -380,9 +380,8 @@ def test_pytest_runs_what_an_author_writes(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         ["*TestMine.test_loads*", "*api_version = 99*", "*TestMissing.test_loads*", "*'nowhere'*"]
     )
-    result.assert_outcomes(
-        passed=1, failed=5, skipped=3
-    )  # nothing loads it, so nothing else passes
+    # Nothing loads it, so nothing else passes.
+    result.assert_outcomes(passed=1, failed=5, skipped=3)
 
 
 def test_without_pytest_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
