@@ -591,12 +591,26 @@ class _Order:
             passed_on = self.handed_on[:, :first, block].transpose(1, 2) @ errors[:, :first]
             left = passed_on.add_(before)
             if self.form.spec is not None:
-                self._rescale(left, *own)
+                self._rescale(self._expected(block, before, left), *own)
                 for v, part in zip(scales, own, strict=True):
                     v.scatter_(1, places, part)
             walked = self._walked(block, (before, left, *own), errors[:, block], q)
             found.scatter_(1, places, walked)
         return found, scales[0], scales[1]
+
+    def _expected(self, block: slice, before: Tensor, left: Tensor) -> Tensor:
+        """Return what columns of a block become if none of them is rounded, `(groups, c, rows)`.
+
+        Each then makes up for those in front of the block, and for those of the block that do.
+
+        Args:
+            before: the weight.
+            left: it, with what columns in front of the block handed on.
+        """
+        handed_on = self.handed_on[:, block, block].transpose(1, 2)
+        solve: Any = torch.linalg.solve_triangular
+        made_up: Tensor = solve(handed_on, before - left, upper=False, unitriangular=True)
+        return before - made_up
 
     def _walked(self, block: slice, values: Sequence[Tensor], errors: Tensor, q: QParams) -> Tensor:
         """Return positions of a block of columns, in their order, and write what each is off by.

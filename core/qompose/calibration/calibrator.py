@@ -174,6 +174,8 @@ def _calibrated(
                 note = partial(kept.note, prepared) if kept is not None else _nothing
                 exchange = partial(_exchanged, ranks)
                 learn(prepared, held, ranks.rank, exchange, bar, note)
+            if kept is not None:
+                kept.write(prepared)  # with all that was learned
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"Suspicious calibration statistics:{lines}", QomposeWarning, stacklevel=2)

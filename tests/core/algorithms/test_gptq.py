@@ -30,6 +30,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
 )
 from qompose.observers.auto_range import Reader
+from qompose.observers.make_observer import make_observer
 from qompose.spec import qdq
 from qompose.spec.qdq import QParams
 from torch import Tensor, nn
@@ -171,6 +172,34 @@ def test_options_change_how_it_rounds_and_it_helps(name: str) -> None:
     scales = torch.equal(usual.get_buffer("weight_scale"), chosen.get_buffer("weight_scale"))
     assert scales == (name != "scales of what is left")
     assert len(said(chosen)[0]) == 1
+
+
+def test_groups_have_the_scales_of_what_is_left_of_them() -> None:
+    """GPTQ as its paper has it, in float64: columns that wait have taken up the errors of all before."""
+    model, seen = toys.seeded(nn.Linear(48, 16)).eval(), data(0, 256, 48)
+    algorithm = GPTQ(damping=0.01, act_order=False, static_groups=False)
+    config = replace(PLAIN, weight=BLOCKS, input_activation=None, algorithms=(algorithm,))
+    state = run(model, config, seen).state_dict()
+    scales, integers = state["weight_scale"].double(), state["weight_q"].double()
+    size, moments = 48 // scales.shape[1], seen.double().T @ seen.double()
+    damped = moments + 0.01 * moments.diagonal().mean() * torch.eye(48)
+    passed_on = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    left = model.weight.detach().double().clone()
+    for at in range(48):
+        scale = scales[:, at // size]
+        if at % size == 0:
+            expected = qparams_of_block(left[:, at : at + size])
+            assert torch.allclose(scale, expected, rtol=1e-4)
+        error = (left[:, at] - integers[:, at] * scale) / passed_on[at, at]
+        left[:, at:] -= error[:, None] * passed_on[at, at:]
+
+
+def qparams_of_block(block: Tensor) -> Tensor:
+    """The scale of each row."""
+    observer: Any = make_observer(BLOCKS)
+    observer(block.float())
+    scale: Tensor = observer.calculate_qparams()[0]
+    return scale.double().flatten()
 
 
 @pytest.mark.parametrize(
