@@ -171,11 +171,13 @@ def _calibrated(
                 bar.update(task, completed=number)
         if held is not None:
             with _failing_together(ranks):
-                note = partial(kept.note, prepared) if kept is not None else _nothing
+                # With several, it would have what all saw, which a resumed run counts once for each.
+                alone = None if ranks.several else kept
+                note = partial(alone.note, prepared) if alone is not None else _nothing
                 exchange = partial(_exchanged, ranks)
                 learn(prepared, held, ranks.rank, exchange, bar, note)
-            if kept is not None:
-                kept.write(prepared)  # with all that was learned
+            if alone is not None:
+                alone.write(prepared)  # with all that was learned
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"Suspicious calibration statistics:{lines}", QomposeWarning, stacklevel=2)

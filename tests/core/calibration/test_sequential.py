@@ -201,6 +201,13 @@ class TestStatistics:
         one, other = (qompose.convert_pt2e(m).state_dict() for m in (first, second))
         assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
+    def test_the_file_of_a_calibration_that_ended_has_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "seen.safetensors"
+        first = calibrated(net(1), SEQUENTIAL, resume=path)
+        second = Statistics.load(path).apply(observed(net(1), SEQUENTIAL))
+        one, other = (qompose.convert_pt2e(m).state_dict() for m in (first, second))
+        assert all(torch.equal(one[k], other[k]) for k in one)
+
     def test_parts_that_were_merged_lack_it(self) -> None:
         _, seen = learned()
         with pytest.raises(StatisticsError, match="algorithm must learn"):
