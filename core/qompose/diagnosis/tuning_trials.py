@@ -196,7 +196,10 @@ class Evaluator:
         """
         score = self.task.score(self._floats, "nothing quantized")
         if not math.isfinite(score):
-            raise UserError(f"metric must return a finite score for the float model, got {score}")
+            raise UserError(
+                f"metric must return a finite score for the float model, got {score}. A ratio to the "
+                "error, such as SQNR, has none there: return the error with a minus, or a bounded ratio"
+            )
         return score
 
     def ranking(self, calibrated: GraphModule, bar: Progress) -> Sensitivity:
