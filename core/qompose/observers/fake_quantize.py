@@ -384,7 +384,8 @@ class LearnableFakeQuantize(FakeQuantize):
     """A fake quantizer whose scale, and zero point where it is not symmetric, are parameters.
 
     They are there from the start, so an optimizer made before the first step has them, and take their
-    first values from the first tensor that is seen. With `q` the integer, the gradient of the scale is
+    first values from the first tensor that is seen; `enable_observer` later on estimates nothing anew,
+    which would throw away what was learned. With `q` the integer, the gradient of the scale is
     `q - zero_point - x / scale` within the range and `q - zero_point` beyond, that of the zero point 0 and
     `-scale`, each times `1 / sqrt(numel * quant_max)`.
 
