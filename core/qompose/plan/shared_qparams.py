@@ -110,11 +110,18 @@ def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     if spec.qscheme not in PER_CHANNEL:
         return ()
     try:
-        return (shape[spec.ch_axis],)
+        channels = shape[spec.ch_axis]
     except IndexError:
         raise ConfigError(
             f"ch_axis={spec.ch_axis} is out of range for a tensor of shape {shape}"
         ) from None
+    if not isinstance(channels, int):
+        raise ConfigError(
+            f"dimension {spec.ch_axis} of a tensor of shape {shape} has no fixed size, so static scales "
+            "along it would fit only the size that calibration saw. Choose another ch_axis or a "
+            "per-tensor qscheme, or export that dimension with a fixed size"
+        )
+    return (channels,)
 
 
 def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:

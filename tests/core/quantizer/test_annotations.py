@@ -7,7 +7,7 @@ What an earlier one took stays as it was, or is an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,19 @@ def test_fused_operators_are_one_claim() -> None:
     assert graph_text(prepared) == graph_text(
         prepare(export(model, randn(2, 3)), toy(LINEAR_RELU, LINEAR))
     )
+
+
+def test_static_scales_along_a_dimension_without_a_fixed_size_are_refused() -> None:
+    """Converted, the model would run with the size that calibration saw, and fail with all others."""
+
+    def annotate_linear(node: Node) -> None:
+        if node.target is aten.linear.default:
+            annotate(node, {node.args[0]: replace(WEIGHT, ch_axis=0)})
+
+    sizes, x = ({0: torch.export.Dim("batch", min=2, max=64)},), randn(5, 4)
+    prepare(export(seeded(nn.Linear(4, 3)), x), Annotator(annotate_linear))
+    with pytest.raises(ConfigError, match="no fixed size"):
+        prepare(export(nn.Linear(4, 3), x, dynamic_shapes=sizes), Annotator(annotate_linear))
 
 
 @pytest.mark.parametrize(
