@@ -15,8 +15,14 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose.errors import StageError, UserError
-from qompose.plan.operator_ids import fingerprint, identify, isolate, restore_written
-from qompose.plan.plan import Record
+from qompose.plan.operator_ids import (
+    fingerprint,
+    identify,
+    isolate,
+    restore_written,
+    was_quantized_as_a_whole,
+)
+from qompose.plan.plan import Record, rewritten_identity
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, get_attribute, owner_of, set_attribute
@@ -51,6 +57,7 @@ class Side:
         run: how it is called as a whole.
         record: what qompose knows of it.
         fingerprint: of a float program's parameters.
+        given: an exported program as it was handed in.
     """
 
     stage: str
@@ -58,6 +65,7 @@ class Side:
     run: Callable[..., Any]
     record: Record | None = None
     fingerprint: str = ""
+    given: ExportedProgram | GraphModule | None = None
 
 
 def side_of(model: Any, argument: str) -> Side:
@@ -98,10 +106,29 @@ def _from_the_start(model: GraphModule, record: Record) -> GraphModule:
 
 
 def _exported(model: ExportedProgram | GraphModule) -> Side:
-    """Return a program without a record: a float one gets its ids, a quantized one has them."""
-    if any(tag_of(node, "claim") is not None for node in model.graph.nodes):
+    """Return a program without a record: one that is quantized as a whole has its ids, others get them."""
+    if was_quantized_as_a_whole(model):
         quantized = unlifted(model) if isinstance(model, ExportedProgram) else model
-        return Side(EXPORTED, quantized, quantized)
+        return Side(EXPORTED, quantized, quantized, given=model)
+    return _identified(model)
+
+
+def prepared_from(side: Side, record: Record | None) -> Side:
+    """Return a side whose values have the ids that they have for a record, if it is of this program.
+
+    What was quantized and exported again has ids of its own, but a program that was prepared from it has
+    others: those of an exported program like any other.
+    """
+    if side.stage != EXPORTED or record is None:
+        return side
+    assert side.given is not None
+    found = _identified(side.given)
+    assert found.graph is not None
+    identity = rewritten_identity(fingerprint(found.graph), record.plan.rewrites)
+    return found if identity == record.fingerprint else side
+
+
+def _identified(model: ExportedProgram | GraphModule) -> Side:
     graph = as_graph_module(model, "compare")
     # What writes to its buffers holds something else once it was run.
     identity = "" if written_buffers(graph.graph) else fingerprint(graph)

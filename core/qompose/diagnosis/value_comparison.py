@@ -31,6 +31,7 @@ from qompose.diagnosis.replay import (
     Side,
     Speaker,
     Values,
+    prepared_from,
     side_of,
     speakers_in,
     with_rewrites_of,
@@ -96,6 +97,7 @@ def compare(
         CalibrationError: there was no input, or one does not fit the programs.
     """
     one, two = side_of(reference, "reference"), side_of(other, "other program")
+    one, two = prepared_from(one, two.record), prepared_from(two, one.record)
     check_limit(limit)
     own = _metrics(metrics)
     table: OutputTable | ValueTable

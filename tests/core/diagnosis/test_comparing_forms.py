@@ -265,3 +265,16 @@ def test_a_number_in_a_body_is_paired() -> None:
         qompose.prepare_pt2e(program, toy(LINEAR, ADD, rewrites=(SCALAR_TO_TENSOR,))), batches
     )
     assert not qompose.compare(program, qompose.convert_pt2e(prepared), batches).unpaired
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["two parts", "one part twice"])
+def test_parts_that_were_quantized_before_are_paired_each_with_itself(times: int) -> None:
+    """Exported again with `strict=True`, each part has ids of its own, which are those of the other too."""
+    parts = [nn.Sequential(nn.Linear(8, 8)) for _ in range(3 - times)]
+    quantized = [convert(export(seeded(part), X), toy(LINEAR), X) for part in parts] * times
+    model = Model(lambda m, x: m.last(m.two(m.one(x).tanh())), last=nn.Linear(8, 8))
+    model.one, model.two = quantized
+    program = export(seeded(model), X, strict=True)
+    found = qompose.compare(program, convert(program, toy(LINEAR), X), [X])
+    causes = [(row.module, row.cause) for row in found if row.operator == "aten.linear"]
+    assert sorted(causes) == [("0", EQUAL), ("0", EQUAL), ("last", ROUNDING)]
