@@ -44,9 +44,9 @@ from qompose.plan.plan import Record
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.aliasing import inputs_written
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
-from qompose.program.graph import one_thread_at_a_time
+from qompose.program.graph import copy_graph_module, one_thread_at_a_time
 from qompose.program.meta import META_KEY
-from qompose.program.user_input import arguments_of
+from qompose.program.user_input import arguments_of, unlifted
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import QuantizerLike, as_composition
 from qompose.reporting.build_report import report
@@ -166,7 +166,7 @@ class QuantizedModel:
         if inputs_written(self.converted.graph):
             inputs, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, keywords))
         models = {
-            "float": self.exported.module(),
+            "float": self._float_program(),
             "lowered": self.model,
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }
@@ -178,6 +178,10 @@ class QuantizedModel:
         if slower:
             warnings.warn(f"slower than float: {', '.join(slower)}", QomposeWarning, stacklevel=2)
         return timings
+
+    def _float_program(self) -> GraphModule:
+        """Return what takes calls in the forms that the model does; torch's own takes that of the export."""
+        return copy_graph_module(unlifted(self.exported))
 
     def _inputs_of_a_call(
         self, inputs: tuple[Any, ...], keywords: dict[str, Any]

@@ -60,7 +60,7 @@ def told_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_models(seconds: float, *others: float) -> tuple[QuantizedModel, list[Timed]]:
     """A result whose float program, lowered model and compiled one take so many seconds."""
     result, models = quantized(nn.Linear(3, 4), X), [Timed(s) for s in (seconds, *others)]
-    object.__setattr__(result.exported, "module", lambda: models[0])
+    object.__setattr__(result, "_float_program", lambda: models[0])
     object.__setattr__(result, "model", models[1])
     if len(models) > 2:
         result.compiled["max-autotune"] = models[2]  # type: ignore[assignment]
@@ -158,6 +158,17 @@ def test_without_inputs_the_example_inputs_are_those_of_export() -> None:
     scaled = Model(lambda m, x, *, factor: m.linear(x) * factor, linear=nn.Linear(3, 4))
     result = quantized(scaled, X, factor=torch.tensor(2.0))
     assert [row.name for row in result.benchmark().rows] == ["float", "lowered"]
+
+
+def test_inputs_need_not_have_the_form_that_they_had_for_export() -> None:
+    scaled = Model(lambda m, x, factor: m.linear(x) * factor, linear=nn.Linear(3, 4))
+    result, other = quantized(scaled, x=X, factor=torch.tensor(2.0)), torch.tensor(3.0)
+    for args, named in (
+        ((X, other), {}),
+        ((X,), {"factor": other}),
+        ((), {"factor": other, "x": X}),
+    ):
+        assert [row.name for row in result.benchmark(*args, **named).rows] == ["float", "lowered"]
 
 
 def test_torch_does_not_warn_of_its_own_recurrent_modules() -> None:
