@@ -8,7 +8,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,11 +16,11 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qompose.algorithms.blocks import learned_of, set_learned
@@ -43,11 +43,10 @@ from qompose.observers.make_observer import DerivedObserver, observer_nodes, obs
 from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.methods import check_methods, in_method
-from qompose.plan.operator_ids import restore_written
 from qompose.program.aliasing import inputs_written, written_buffers
 from qompose.program.control_flow import graphs_in
-from qompose.program.graph import copies_of, get_attribute
-from qompose.program.meta import META_KEY
+from qompose.program.graph import copies_of, get_attribute, undo_writes
+from qompose.program.meta import BEGAN_KEY, META_KEY, RAN_KEY
 from qompose.program.user_input import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
 
@@ -126,19 +125,38 @@ def calibrate(
         StatisticsError: statistics do not fit the model, or a file of them cannot be read; or `resume` with
             fake quantizers in a program that writes to inputs or buffers.
     """
+    options = (transform, limit, progress, resume, sharded, timeout)
     if not isinstance(prepared, Mapping):
-        options = (transform, limit, progress, resume, sharded, timeout)
-        return _calibrated(prepared, batches, *options)
+        prepared_record(prepared, "calibrate")
+        with _undone_on_failure([prepared]):
+            return _calibrated(prepared, batches, *options)
     given = _by_method(prepared, batches, resume)
-    before = [state for model in prepared.values() for state in states_of(model)]
-    try:
+    with _undone_on_failure(prepared.values()):
         for name, own in given.items():
             with in_method(name):
-                _calibrated(prepared[name], own, transform, limit, progress, None, sharded, timeout)
+                _calibrated(prepared[name], own, *options)
         return _going_by_all(prepared, [*given])
+
+
+@contextmanager
+def _undone_on_failure(models: Collection[GraphModule]) -> Iterator[None]:
+    """Whatever is raised, let models be as before: what they saw, learned and wrote to buffers."""
+    undo = [undo_writes(value for model in models for value in _state(model).values())]
+    for model in models:
+        undo += [partial(set_learned, model, learned_of(model)), _undo(model)]
+        idle = [body for body in graphs_in(model) if RAN_KEY not in body.meta]
+        undo += [partial(body.meta.pop, RAN_KEY, None) for body in idle]
+    try:
+        yield
     except BaseException:  # a key that was pressed, too
-        restore(before)
+        for step in undo:
+            step()
         raise
+
+
+def _state(prepared: GraphModule) -> dict[str, Tensor]:
+    """Return the buffers that a program writes to, by path."""
+    return {path: get_attribute(prepared, path) for path in prepared.meta[META_KEY].state}
 
 
 def _calibrated(
@@ -251,30 +269,32 @@ def _ran(
     """
     run = sparing(prepared) if held is None else held
     again: Callable[..., Any] | None = None if held is None else held.keep
-    seen = list[State]()
+    undo = _nothing
+    if kept is not None and not (start and BEGAN_KEY in prepared.meta):
+        prepared.meta[BEGAN_KEY] = copies_of(_state(prepared))
     if start and _writes(prepared):
-        again, seen = run, states_of(prepared)
-        restore_written(prepared, prepared.meta[META_KEY].state)
+        again, undo = run, _undo(prepared)
+        for path, value in prepared.meta[BEGAN_KEY].items():
+            get_attribute(prepared, path).copy_(value)  # in place, as methods share it
     for number, batch in batches:
         if number <= start:
             if again is not None:
                 run_batch(again, batch, transform, number)
             continue
-        restore(seen)  # as the file has it
-        seen = []
+        undo()  # as the file has it
+        undo = _nothing
         run_batch(run, batch, transform, number)
         yield number
         if kept is not None:
             kept.note(prepared, number)
-    restore(seen)
+    undo()
     if kept is not None:
         kept.write(prepared)  # what this process saw alone
 
 
 def _writes(prepared: GraphModule) -> bool:
     """Tell whether a program leaves anything behind that the next call may read."""
-    parts = [part.graph for part in graphs_in(prepared)]
-    return bool(inputs_written(prepared.graph)) or any(map(written_buffers, parts))
+    return bool(inputs_written(prepared.graph) or written_buffers(prepared.graph))
 
 
 def _check_limit(limit: object, sharded: bool) -> None:
@@ -335,24 +355,13 @@ def _has_seen(prepared: GraphModule) -> bool:
 
 @contextmanager
 def _looking(prepared: GraphModule) -> Iterator[None]:
-    """Run a model without gradients and, if it is one to be trained, without training batch norms.
-
-    Whatever is raised, observers and the buffers that the program writes to are then as they were before.
-    """
-    training, before, learned = prepared.training, states_of(prepared), learned_of(prepared)
-    written = copies_of(
-        {path: get_attribute(prepared, path) for path in prepared.meta[META_KEY].state}
-    )
+    """Run a model without gradients and, if it is one to be trained, without training batch norms."""
+    training = prepared.training
     if is_trained(prepared):
         prepared.eval()
     try:
         with torch.no_grad():
             yield
-    except BaseException:  # a key that was pressed, too
-        restore(before)
-        restore_written(prepared, written)
-        set_learned(prepared, learned)
-        raise
     finally:
         prepared.train(training)
 
@@ -574,27 +583,28 @@ class _ResumeFile:
         self._written = time.monotonic()
 
 
-State: TypeAlias = Callable[[], None]
-"""Puts back what an observer had seen."""
+def _undo(model: GraphModule) -> Callable[[], None]:
+    """Return what makes the observers of a prepared model forget all that they see from now on.
 
-
-def states_of(model: GraphModule) -> list[State]:
-    """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back.
-
-    Of sums that are still zero there is none: they may be as large as the model.
+    Sums that are still zero are not copied: they may be as large as the model.
     """
-    kept = list[State]()
+    steps = list[Callable[[], None]]()
     observers = [*observers_of(observer_nodes(model)).values()]
     observers += [observer for _, _, observer in input_observers(model)]
     for observer in {id(o): o for o in observers}.values():
         if isinstance(observer, SumObserver) and not bool(observer.count.any()):
-            kept.append(observer.clear)
+            steps.append(observer.clear)
         elif not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
             guard = guard_of(observer)
             state = {k: copy.deepcopy(v) for k, v in vars(observer).items() if k != "forward"}
             screen = None if guard is None else copy.deepcopy(guard.screen)
-            kept.append(partial(_put_back, observer, state, screen))
-    return kept
+            steps.append(partial(_put_back, observer, state, screen))
+
+    def undo() -> None:
+        for step in steps:
+            step()
+
+    return undo
 
 
 def _put_back(observer: Any, state: dict[str, Any], screen: Screen | None) -> None:
@@ -602,12 +612,6 @@ def _put_back(observer: Any, state: dict[str, Any], screen: Screen | None) -> No
     guard = guard_of(observer)
     if guard is not None and screen is not None:
         guard.screen = screen
-
-
-def restore(states: Iterable[State]) -> None:
-    """Let observers be what they were."""
-    for put_back in states:
-        put_back()
 
 
 def lint(prepared: GraphModule) -> list[str]:

@@ -66,6 +66,7 @@ from qompose.program.graph import (
     pytree_info,
     refresh,
     set_attribute,
+    undo_writes,
     value_of,
 )
 
@@ -580,15 +581,12 @@ def _mark_dynamic(lowered: GraphModule, leaves: Sequence[Any]) -> None:
 
 @contextmanager
 def _state_kept(graph: GraphModule) -> Iterator[None]:
-    """Undo what a call writes to buffers, in place."""
-    paths = written_buffers(graph.graph)
-    before = copies_of({path: get_attribute(graph, path) for path in paths})
+    """Undo what a call writes to buffers."""
+    undo = undo_writes(get_attribute(graph, path) for path in written_buffers(graph.graph))
     try:
         yield
     finally:
-        with torch.no_grad():
-            for path, value in before.items():
-                get_attribute(graph, path).copy_(value)
+        undo()
 
 
 def _does_not_compile(error: Exception) -> bool:

@@ -105,6 +105,22 @@ def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy.deepcopy(tensor.detach(), memo) for name, tensor in tensors.items()}
 
 
+def undo_writes(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Return what undoes all that is written to tensors from now on.
+
+    It does so in place: the methods of one program share them.
+    """
+    memo: dict[int, Any] = {}
+    before = [(tensor, copy.deepcopy(tensor.detach(), memo)) for tensor in tensors]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+    return undo
+
+
 def give_own_parameters(module: GraphModule) -> None:
     """Replace all parameters and buffers by copies, in place; what is one tensor stays one."""
     copies: dict[int, Tensor] = {}

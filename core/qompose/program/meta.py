@@ -150,6 +150,10 @@ LEARNED_KEY = "qompose_learned"
 """Key in the `meta` of a prepared program: what algorithms learned of it."""
 
 
+BEGAN_KEY = "qompose_began"
+"""Key in the `meta` of a prepared program: what its buffers held when a calibration with `resume` began."""
+
+
 RAN_KEY = "qompose_ran"
 """Key in the `meta` of a body that ran: the observers inside one that did not saw nothing."""
 

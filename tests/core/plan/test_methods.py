@@ -10,6 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
+from qompose.calibration import calibrator
 from qompose.errors import CalibrationError, StageError, UserError
 from qompose.observers import MovingAverageMinMaxObserver
 from qompose.plan.methods import by_method, share_constants, share_state, states_of
@@ -33,6 +34,21 @@ class Memory(nn.Module):
         self.seen.index_copy_(0, at, self.linear(x))
         self.count.add_(1)
         return self.seen * self.count
+
+
+class Reader(Memory):
+    """Computes with all that it keeps."""
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        self.seen.index_copy_(0, at, x)
+        self.count.add_(1)
+        return self.linear(self.seen * self.count)
+
+
+def calibrate_apart(methods: Any, tokens: Any, **options: Any) -> None:
+    """Calibrate one method behind the other, which reads what the first wrote."""
+    qompose.calibrate(methods["prompt"], [PROMPT])
+    qompose.calibrate(methods["token"], tokens, **options)
 
 
 def inputs(first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -181,6 +197,35 @@ class TestCalibrated:
         qompose.calibrate(prepared, {"prompt": [PROMPT], "token": TOKENS})
         for method in prepared.values():
             assert not qompose.statistics(method).diff(alone[0].merged(alone[1]))
+
+    def test_a_failure_leaves_buffers_as_they_were(self, prepared: Any) -> None:
+        """They have the values that they had, and are still those of all methods."""
+        count, seen = prepared["prompt"].count, prepared["token"].seen
+        bad = [(torch.zeros(1, WIDTH + 1), TOKENS[0][1])]
+        for batches in ({"prompt": [PROMPT], "token": [*TOKENS, *bad]}, {"prompt": [PROMPT, *bad]}):
+            with pytest.raises(CalibrationError):
+                qompose.calibrate(prepared, batches)
+            assert float(count) == 0.5 and not seen.any()
+            for method in prepared.values():
+                assert method.count is count and method.seen is seen
+
+    @pytest.mark.parametrize("anew", [True, False])
+    def test_a_method_is_resumed_where_the_one_before_left_the_cache(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, anew: bool
+    ) -> None:
+        monkeypatch.setattr(calibrator, "EVERY", 0.0)
+        programs, quantizer = exported(Reader().eval()), toy(LINEAR, config=STATIC)
+        whole, resumed = (qompose.prepare_pt2e(programs, quantizer) for _ in range(2))
+        calibrate_apart(whole, TOKENS)
+        path = tmp_path / "seen.safetensors"
+        calibrate_apart(resumed, TOKENS[:1], resume=path)
+        if anew:
+            resumed = qompose.prepare_pt2e(programs, quantizer)
+            qompose.calibrate(resumed["prompt"], [PROMPT])
+        qompose.calibrate(resumed["token"], TOKENS, resume=path)
+        assert resumed["token"].seen is resumed["prompt"].seen
+        one, other = (qompose.statistics(methods["token"]) for methods in (resumed, whole))
+        assert len(one) and not one.diff(other)
 
     def test_nothing_counts_twice(self, prepared: Any) -> None:
         """Nor after a failure of one method, which leaves all as they were."""
