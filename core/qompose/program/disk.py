@@ -480,22 +480,23 @@ class Pages:
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        size, self._at = sum(_aligned(size) for size in sizes), 0
+        self._size, self._at = sum(_aligned(size) for size in sizes), 0
         self._mapping: mmap.mmap | None = None
-        if size < _SMALL:
+        if self._size < _SMALL:
             return
         try:
             self._file = tempfile.TemporaryFile(prefix="qompose-", buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._file.close)
-            self._file.truncate(size)
+            self._file.truncate(self._size)
             self._mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            self._stay(size, error)
+            self._stay(error)
 
     def moved(self, x: Tensor) -> Tensor:
         """Return a tensor of the same values in the file.
 
-        What is small or on another device is returned as it is; so is what finds no room, with a warning.
+        What is small or on another device is returned as it is. So is all from the first on that finds no
+        room, with one warning.
         """
         size = x.numel() * x.element_size()
         if self._mapping is None or size < _SMALL or x.device.type != "cpu":
@@ -506,17 +507,17 @@ class Pages:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._stay(size, error)
+            self._stay(error)
             return x
         at, self._at = self._at, self._at + _aligned(size)
         flat = torch.frombuffer(self._mapping, dtype=x.dtype, count=x.numel(), offset=at)
         return flat.view(x.shape)
 
-    def _stay(self, size: int, error: OSError) -> None:
+    def _stay(self, error: OSError) -> None:
         self._mapping = None
         warn_user(
-            f"{size} bytes of integers stay in memory: no temporary file could be written ({error}). "
-            "Set TMPDIR to a directory with room"
+            f"{self._size - self._at} bytes of integers stay in memory: no temporary file could be written "
+            f"({error}). Set TMPDIR to a directory with room"
         )
 
 

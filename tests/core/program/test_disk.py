@@ -66,6 +66,17 @@ def test_small_tensors_stay_in_memory() -> None:
     assert Pages([2**20]).moved(small) is small
 
 
+def test_all_that_finds_no_room_is_counted() -> None:
+    one, others = integers(), [integers(torch.int16), integers(torch.int32)]
+    pages = Pages(x.numel() * x.element_size() for x in (one, *others))
+    assert pages.moved(one) is not one
+    left = sum(x.nbytes for x in others)
+    full = mock.patch.object(pages, "_file", FullDisk())
+    with pytest.warns(QomposeWarning, match=str(left)), full:
+        assert pages.moved(others[0]) is others[0]
+    assert pages.moved(others[1]) is others[1]
+
+
 @pytest.mark.parametrize("when", ["made", "written"])
 def test_without_room_they_stay_in_memory_with_one_warning(when: str, temporary: Path) -> None:
     given = integers()
