@@ -49,7 +49,7 @@ from qompose.algorithms.factor_search import input_factors, output_factors
 from qompose.algorithms.interface import Algorithm, Watched
 from qompose.algorithms.products import product_node
 from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance, PerChannelRangeObserver
-from qompose.observers.make_observer import UnitScaleObserver, has_data
+from qompose.observers.make_observer import has_data
 from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
@@ -122,7 +122,7 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
         _NotSmoothed: there are none.
     """
     observer, needed = found.observers[number], gain_needed(balance.absorbers)
-    if isinstance(observer, UnitScaleObserver) or not has_data(observer):
+    if not has_data(observer):
         raise _NotSmoothed("it never saw data")
     if not isinstance(observer, PerChannelRangeObserver):
         raise _NotSmoothed("its observer was replaced")
@@ -286,7 +286,7 @@ class _Placing:
         channels = value_of(source).shape[product.input_dim]
         if constant.dim() < 2 or constant.shape[1] != channels:
             raise _NotSmoothed(
-                f"the weight of {describe(node)} has the shape {list(constant.shape)}, but its input "
+                f"the weight of {describe(node)} has the shape {list(constant.shape)}, but its input has "
                 f"{channels} channels along dimension {product.input_dim}: it is a grouped convolution, or "
                 f"`channels` of rule {claim.rule} is wrong"
             )

@@ -380,29 +380,33 @@ class QParamsSolver:
         if (missing or idle) and not allow_uncalibrated:
             raise UncalibratedError([*map(self.describe, missing), *idle.values()])
         if allow_uncalibrated == UNIT_SCALE:
-            missing, idle = self._without_unit_scale(missing, idle), {}
-        for group in (self.plan.groups[number] for number in missing):
-            self._drop(group, f"{group.points[0]} never saw calibration data")
-        for point in idle:
-            self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
+            self._give_unit_scales(missing, idle)
+        else:
+            for group in (self.plan.groups[number] for number in missing):
+                self._drop(group, f"{group.points[0]} {_UNSEEN}")
+            for point in idle:
+                self.dropped.setdefault(self._claim_of[point], f"{point} {_UNSEEN}")
         for number in set(range(len(self.plan.groups))) - {*missing}:
             if self._needs_data(number) and _saw_only_nan(self.observer(number)):
                 raise CalibrationError(f"{self.describe(number)} was NaN in all of the training")
 
-    def _without_unit_scale(self, missing: Sequence[int], idle: Mapping[Point, str]) -> list[int]:
-        """Give groups that saw nothing a scale of 1, and return those that can have none.
+    def _give_unit_scales(self, missing: Sequence[int], idle: Mapping[Point, str]) -> None:
+        """Give groups that saw nothing a scale of 1, and leave those in float that can have none.
 
         Args:
             idle: how messages name the tensors of `_idle_points`, which keep the scale that there is.
         """
-        without = [number for number in missing if not self._assume(number)]
+        for number in missing:
+            name, reason = self.describe(number), self._assume(number)
+            if reason is not None:
+                self._drop(self.plan.groups[number], f"{name} {_UNSEEN}, and {reason}")
+                self._assumed.append(f"{name} {_UNSEEN}, and stays in float because {reason}")
         self._derive_anew()
         told = f"{_UNSEEN}: its scale is that of tensors outside, which did"
         self._assumed += [f"{name} {told}" for name in idle.values()]
         if self._assumed:
             listed = "\n  - ".join(self._assumed)
             warn_user(f"what this model computes means nothing without data:\n  - {listed}")
-        return without
 
     def _derive_anew(self) -> None:
         """Let what is derived from other observers read those that took their place."""
@@ -413,24 +417,22 @@ class QParamsSolver:
         for number, observer in derived.items():
             observer.derive_from([self.observer(n) for n in self.plan.groups[number].depends_on])
 
-    def _assume(self, number: int) -> bool:
-        """Let a group that saw nothing do without data, and note how; False where it cannot."""
+    def _assume(self, number: int) -> str | None:
+        """Let a group that saw nothing do without data, and note how; return why it cannot, if so."""
         spec: Any = self.plan.groups[number].spec
         observer, name = self.observer(number), self.describe(number)
         if self.converts_itself(number):
-            return False
+            return "its observer, of another package, replaces its own nodes"
         if getattr(spec, "is_dynamic", False):
             self._assumed.append(f"{name} {_UNSEEN}: its channels get no factors")
-            return True
+            return None
         try:
             unit = UnitScaleObserver(spec, observer, value_of(self._value(number)))
         except ConfigError as error:
-            self._drop(self.plan.groups[number], f"{name} {_UNSEEN}, and {error}")
-            self._assumed.append(f"{name} {_UNSEEN}, and stays in float because {error}")
-            return True
+            return str(error)
         self._observers[number] = unit
         self._assumed.append(f"{name} {_UNSEEN}: its scale is 1")
-        return True
+        return None
 
     def _check_learned(self, allow_uncalibrated: bool) -> None:
         """Check that algorithms which learn from data had their turn.
@@ -735,7 +737,7 @@ def _saw_only_nan(observer: object) -> bool:
     return observer.calibrated and observer.screen.values == 0
 
 
-_UNSEEN = "never saw data"
+_UNSEEN = "never saw calibration data"
 _FEW_VALUES = 64
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMED, _EXPERTS_NAMED = 3, 8

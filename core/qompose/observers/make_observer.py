@@ -154,6 +154,8 @@ class UnitScaleObserver(nn.Module):
         ConfigError: there is a scale for each channel, and their number is open.
     """
 
+    calibrated = False
+
     def __init__(self, spec: Any, observer: nn.Module, example: Tensor) -> None:
         super().__init__()
         self.dtype, self.qscheme = spec.dtype, spec.qscheme

@@ -23,7 +23,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.observers.make_observer import UnitScaleObserver
+from qompose.observers.make_observer import UnitScaleObserver, has_data
 from qompose.observers.value_screening import Screen
 from qompose.program.graph import module_path
 from qompose.program.meta import tag_of
@@ -31,7 +31,10 @@ from qompose.spec import DerivedQuantizationSpec, SharedQuantizationSpec, qdq
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import choose_qparams
 from torch import Tensor, nn
-from torch.ao.quantization.observer import MinMaxObserver as ForeignObserver
+from torch.ao.quantization.observer import (
+    MinMaxObserver as ForeignObserver,
+    PerChannelMinMaxObserver as ForeignChannelObserver,
+)
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -320,9 +323,16 @@ def test_without_data_integers_are_those_of_the_observer(
     assert quantize.args[1:5] == (1.0, zero_point, 0, highest)
 
 
+class Rows(ForeignChannelObserver):
+    """Has a scale for each row, whatever its specification says."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments | {"ch_axis": 0})
+
+
 def test_an_open_number_of_channels_has_no_unit_scale() -> None:
     rows = {0: torch.export.Dim.DYNAMIC}
-    channels = torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 0
+    channels = torch.int8, Rows, -128, 127, torch.per_channel_affine, 1
     prepared = without_data(*channels, dynamic_shapes=(rows,))
     size = prepared.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
     guards = len(size.node.shape_env.guards)
@@ -331,12 +341,31 @@ def test_an_open_number_of_channels_has_no_unit_scale() -> None:
     assert len(size.node.shape_env.guards) == guards
 
 
+class Converting(nn.Module):
+    """Replaces its own nodes, once it knows the size of its blocks."""
+
+    block_size: Any = None
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+
+    def convert(self, model: GraphModule, node: Node) -> None:
+        """Replace nothing."""
+
+
+def test_what_replaces_its_own_nodes_has_no_unit_scale() -> None:
+    prepared = without_data(torch.int8, Converting, -128, 127, torch.per_tensor_affine)
+    (row,) = qompose.report(unit_scaled(prepared)).rows
+    assert row.state == "float"
+
+
 def test_a_unit_scale_is_where_its_tensor_is() -> None:
     spec = QuantizationSpec(
         torch.int8, PerChannelMinMaxObserver, -128, 127, torch.per_channel_affine, 1
     )
     unit = UnitScaleObserver(spec, PerChannelMinMaxObserver(), torch.empty(2, 3, device="meta"))
     assert {value.device.type for value in unit.calculate_qparams()} == {"meta"}
+    assert not has_data(unit)
 
 
 def test_a_branch_that_never_ran_is_named_where_its_scale_is_from_outside() -> None:
