@@ -446,22 +446,28 @@ def near_names(name: str, known: Iterable[str]) -> str:
 
 Kind: TypeAlias = "type | UnionType"
 _WANTED: Mapping[Kind, str] = {
-    bool: "True or False", Real: "a number", str: "a string", str | None: "a string or None"
+    bool: "True or False", int: "an integer", Real: "a number", str: "a string",
+    str | None: "a string or None",
 }  # fmt: skip
 
 
+def is_kind(value: object, kind: Kind) -> bool:
+    """Tell whether a value is of a type. True and False are no numbers."""
+    return kind is bool if isinstance(value, bool) else isinstance(value, kind)
+
+
+def kind_fault(name: str, value: object, kind: Kind) -> str | None:
+    """Return what is wrong with an option that is not of its kind, one of `_WANTED`; None if it is."""
+    return None if is_kind(value, kind) else f"{name} must be {_WANTED[kind]}, got {value!r}"
+
+
 def kind_faults(given: object, kinds: Mapping[str, Kind]) -> Iterator[str]:
-    """Yield the fields of an object that have another type than their kind, one of `_WANTED`.
-
-    True and False are no numbers.
-    """
-    for name, kind in kinds.items():
-        value = getattr(given, name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is Real):
-            yield f"{name} must be {_WANTED[kind]}, got {value!r}"
+    """Yield what is wrong with the fields of an object that are not of their kinds."""
+    faults = (kind_fault(name, getattr(given, name), kind) for name, kind in kinds.items())
+    yield from filter(None, faults)
 
 
-def shown(given: object) -> str:
+def brief(given: object) -> str:
     """Return what an error says of a value: its text, or the name of its type where that is long."""
     text = repr(given)
     is_brief = len(text) <= _BRIEF and not isinstance(given, Iterator)

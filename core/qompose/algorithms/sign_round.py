@@ -40,7 +40,7 @@ from qompose.algorithms.products import (
     weight_group,
     weight_of,
 )
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, is_kind
 from qompose.observers.auto_range import FEWEST_EXAMPLES
 from qompose.spec.algorithm_choice import GPTQ, GPTQ_SEQUENTIAL as SEQUENTIAL, SIGN_ROUND as WORD
 from qompose.spec.claim import Claim
@@ -75,10 +75,9 @@ class SignRound(Algorithm):
     ranges: bool = False
 
     def __post_init__(self) -> None:
-        given: object = self.iterations
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        if not is_kind(self.iterations, int) or self.iterations < 1:
             raise ConfigError(
-                f"SignRound option iterations must be a positive integer, got {given!r}"
+                f"SignRound option iterations must be a positive integer, got {self.iterations!r}"
             )
 
     def learns(self, claim: Claim) -> Part | None:

@@ -40,7 +40,8 @@ from qompose.errors import (
     ExcludedBackendError,
     MemberError,
     PluginError,
-    shown,
+    brief,
+    is_kind,
 )
 
 if TYPE_CHECKING:
@@ -349,12 +350,12 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
     return fault or table_fault(backend)
 
 
-def version_fault(written_for: object, package: str) -> str | None:
+def version_fault(written_for: Any, package: str) -> str | None:
     """Return who must upgrade where a backend of a package is of another interface, None where it is not."""
     here = API_VERSION
     if written_for == here:
         return None
-    if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
+    if written_for == 0 or not is_kind(written_for, int):
         return (
             "api_version must be the version of the backend interface it was written for, got "
             f"{written_for!r}; this qompose has version {here}"
@@ -389,12 +390,12 @@ def table_fault(backend: Backend) -> str | None:
             return fault
         for entry in table:
             if not isinstance(entry, kind):
-                return f"{name} must contain only {expected} objects, got {shown(entry)}"
+                return f"{name} must contain only {expected} objects, got {brief(entry)}"
     for fault in _rule_faults(backend):
         return fault
     in_float: Any = backend.left_in_float
     if not isinstance(in_float, Mapping):
-        return f"left_in_float must map operators to reasons, got {shown(in_float)}"
+        return f"left_in_float must map operators to reasons, got {brief(in_float)}"
     for operator, reason in in_float.items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
             return f"left_in_float must map operators to reasons, got {operator!r}: {reason!r}"
@@ -423,7 +424,7 @@ def _field_faults(name: object, rewrites: Any, configs: object) -> Iterator[str]
     for fault in filter(None, map(unknown_rewrite, rewrites)):
         yield f"rewrites has an {fault}"
     if not isinstance(configs, Mapping):
-        yield f"configs must be a dict by name, got {shown(configs)}"
+        yield f"configs must be a dict by name, got {brief(configs)}"
 
 
 def _sequence_faults(name: str, given: object, expected: str) -> Iterator[str]:
@@ -431,7 +432,7 @@ def _sequence_faults(name: str, given: object, expected: str) -> Iterator[str]:
     if not isinstance(given, (tuple, list)):
         several = isinstance(given, Iterable) and not isinstance(given, str)
         remedy = f": write {name} = tuple(...)" if several else ""
-        yield f"{name} must be a tuple of {expected}, got {shown(given)}{remedy}"
+        yield f"{name} must be a tuple of {expected}, got {brief(given)}{remedy}"
 
 
 def check_backend(info: BackendInfo) -> Health:

@@ -19,7 +19,16 @@ import torch
 
 from qompose.backend.kernel import Kernel
 from qompose.backend.pattern import Match, OperatorPattern, Pattern
-from qompose.errors import ConfigError, Kind, blaming, kind_faults, near_names, shown
+from qompose.errors import (
+    ConfigError,
+    Kind,
+    blaming,
+    brief,
+    is_kind,
+    kind_fault,
+    kind_faults,
+    near_names,
+)
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
     CASTS,
@@ -273,14 +282,14 @@ def _wrong_numbers(constraint: TensorConstraint) -> Iterator[str]:
         "ch_axis",
     ):
         value = getattr(constraint, name)
-        if value is not None and type(value) is not int:
-            yield f"{name} must be an integer, got {value!r}"
+        if value is not None and (fault := kind_fault(name, value, int)):
+            yield fault
     for name in ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"):
         value = getattr(constraint, name)
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        if value is not None and not (is_kind(value, int | float) and 0 < value < math.inf):
             yield f"{name} must be a positive number, got {value!r}"
     integers = constraint.quant_range
-    if integers is not None and (len(integers) != 2 or any(type(n) is not int for n in integers)):
+    if integers is not None and (len(integers) != 2 or not all(is_kind(n, int) for n in integers)):
         yield f"quant_range must be a pair of integers, got {integers!r}"
 
 
@@ -291,8 +300,7 @@ def _crossed(constraint: TensorConstraint) -> Iterator[str]:
     )
     for low, high in pairs:
         least, most = getattr(constraint, low), getattr(constraint, high)
-        numbers = isinstance(least, (int, float)) and isinstance(most, (int, float))
-        if numbers and least > most:
+        if all(is_kind(bound, int | float) for bound in (least, most)) and least > most:
             yield f"{low}={least} is above {high}={most}"
 
 
@@ -473,11 +481,11 @@ def _kind_faults(rule: Any) -> Iterator[str]:
         yield f"name must be a string that is not empty, got {rule.name!r}"
     yield from kind_faults(rule, _KINDS)
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
-        yield f"patterns must be a tuple of patterns, got {shown(rule.patterns)}"
+        yield f"patterns must be a tuple of patterns, got {brief(rule.patterns)}"
         return
     for pattern in rule.patterns:
         known = isinstance(pattern, (Pattern, OperatorPattern))
-        unknown = f"patterns must contain Pattern or OperatorPattern objects, got {shown(pattern)}"
+        unknown = f"patterns must contain Pattern or OperatorPattern objects, got {brief(pattern)}"
         yield from pattern.faults if known else [unknown]
     yield from _mapping_faults(rule)
     if isinstance(rule.modes, str):
@@ -499,14 +507,14 @@ def _mapping_faults(rule: Any) -> Iterator[str]:
     roles = ("accepts", "layout", "own")
     for name, key in (*((name, "role") for name in roles), ("kernels", "target")):
         if not isinstance(getattr(rule, name), Mapping):
-            yield f"{name} must be a dict by {key}, got {shown(getattr(rule, name))}"
+            yield f"{name} must be a dict by {key}, got {brief(getattr(rule, name))}"
             return
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
-            yield f"accepts[{role!r}] must be a TensorConstraint, got {shown(constraint)}"
+            yield f"accepts[{role!r}] must be a TensorConstraint, got {brief(constraint)}"
     for role, spec in rule.own.items():
         if not isinstance(spec, QuantizationSpec):
-            yield f"own[{role!r}] must be a QuantizationSpec, got {shown(spec)}"
+            yield f"own[{role!r}] must be a QuantizationSpec, got {brief(spec)}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
             yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"

@@ -25,6 +25,7 @@ from qompose.errors import (
     StageError,
     UserError,
     first_of,
+    is_kind,
 )
 from qompose.program.aliasing import inputs_written
 from qompose.program.call_signature import check_calls
@@ -164,7 +165,7 @@ def check_several(batches: object, function: str) -> None:
         )
 
 
-def check_limit(limit: object) -> None:
+def check_limit(limit: Any) -> None:
     """Check that a limit is None or a number of batches.
 
     Raises:
@@ -172,7 +173,7 @@ def check_limit(limit: object) -> None:
     """
     if limit is None:
         return
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if not is_kind(limit, int) or limit < 1:
         raise UserError(f"limit must be a positive integer (a number of batches), got {limit!r}")
 
 

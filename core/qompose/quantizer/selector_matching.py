@@ -11,7 +11,7 @@ from operator import getitem
 from torch import SymBool
 from torch.fx import GraphModule, Node
 
-from qompose.errors import SelectorError, blaming, near_names, shown
+from qompose.errors import SelectorError, blaming, brief, near_names
 from qompose.program.control_flow import bodies_of, borders, is_nested_call
 from qompose.program.graph import describe, module_path, module_stack, reached
 from qompose.program.meta import tag_of
@@ -47,7 +47,7 @@ def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
         if isinstance(answer, (bool, SymBool)):  # the latter of sizes that are open
             return bool(answer)
     # Text such as "no" would be true.
-    raise SelectorError(f"{where} must return True or False, got {shown(answer)}")
+    raise SelectorError(f"{where} must return True or False, got {brief(answer)}")
 
 
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:

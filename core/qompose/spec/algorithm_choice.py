@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol, TypeAlias
 
 from qompose.entry_points import ALGORITHM_GROUP, entry_points
-from qompose.errors import ConfigError, near_names
+from qompose.errors import ConfigError, is_kind, near_names
 
 EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
 AWQ, SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "awq", "scale_search", "gptq", "bias_correction"
@@ -42,11 +42,9 @@ class SmoothQuant:
     def __post_init__(self) -> None:
         if self.alpha is None:
             return
-        given: object = self.alpha
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if not number or not 0 <= self.alpha <= 1:
+        if not is_kind(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ConfigError(
-                f"SmoothQuant option alpha must be a number between 0 and 1, got {given!r}"
+                f"SmoothQuant option alpha must be a number between 0 and 1, got {self.alpha!r}"
             )
         object.__setattr__(self, "alpha", float(self.alpha))
 

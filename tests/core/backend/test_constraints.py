@@ -98,6 +98,12 @@ class TestTheTutorial:
             toy(self.rule, config=config)
 
 
+@pytest.mark.parametrize("name", ["scale_exact_match", "scale_min_lower_bound", "ch_axis"])
+def test_true_is_no_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        constraint(**{name: True})
+
+
 class Nameless(nn.Module):
     """An observer that does not say its least scale."""
 

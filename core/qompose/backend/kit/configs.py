@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from qompose.backend.rule import DYNAMIC, STATIC, WEIGHT_ONLY, TensorConstraint
-from qompose.errors import ConfigError, near_names
+from qompose.errors import ConfigError, kind_fault, near_names
 from qompose.observers.config import (
     DEFAULT_RANGE,
     activation_spec,
@@ -325,8 +325,8 @@ def check_booleans(**options: object) -> None:
         ConfigError: naming the first of them.
     """
     for name, value in options.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
+        if fault := kind_fault(name, value, bool):
+            raise ConfigError(fault)
 
 
 def check_integers(**options: object) -> None:
@@ -336,8 +336,8 @@ def check_integers(**options: object) -> None:
         ConfigError: naming the first of them.
     """
     for name, value in options.items():
-        if value is not None and type(value) is not int:
-            raise ConfigError(f"{name} must be an integer, got {value!r}")
+        if value is not None and (fault := kind_fault(name, value, int)):
+            raise ConfigError(fault)
 
 
 def accepts(config: QuantizationConfig, *, exact: bool = False) -> dict[str, TensorConstraint]:
