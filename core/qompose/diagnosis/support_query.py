@@ -15,13 +15,12 @@ from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import kernels_of
 from qompose.backend.discovery import obstacle
-from qompose.backend.interface import Backend
 from qompose.errors import ConfigError, first_of, near_names
 from qompose.lowering.lower_regions import TORCH_TARGET
-from qompose.plan.operator_ids import isolate
+from qompose.plan.operator_ids import QUANTIZED_BEFORE, UNKNOWN_QUANTIZER, isolate
 from qompose.plan.plan import Operator
 from qompose.preparation.annotate import annotate
-from qompose.preparation.prepare import make_plan
+from qompose.preparation.prepare import backends_of, make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import Candidate
@@ -215,7 +214,7 @@ class _Inquiry:
         annotated = annotate(exported, quantizer.bound(exported))
         self.composition, self.rewrites = annotated.composition, annotated.rewrites
         self.operators = make_plan(exported, annotated).operators
-        self.members = annotated.members
+        self.members, self.backends = annotated.members, backends_of(annotated)
 
     def answer(self, name: str) -> NodeSupport:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
@@ -257,17 +256,16 @@ class _Inquiry:
         return "it computes no floats, or it is an input, parameter or output of the program"
 
     def _kernels(self, claim: Claim) -> tuple[tuple[str, str], ...]:
-        backend = self._backend(claim)
+        backend = self.backends.get(claim.owner)
         rule = backend.rule(claim.rule) if backend else None
         return kernels_of(rule) if rule else ()
 
-    def _backend(self, claim: Claim) -> Backend | None:
-        member = self.members[claim.owner]
-        return member.backend if isinstance(member, RuleQuantizer) else None
-
     def _problems(self, claim: Claim) -> Iterator[str]:
         """Say why the kernels of a claim cannot be used here."""
-        backend = self._backend(claim)
+        backend = self.backends.get(claim.owner)
+        if claim.rule == QUANTIZED_BEFORE:
+            yield UNKNOWN_QUANTIZER
+            return
         if backend is None:
             yield f"{claim.owner} only annotates and has no kernels here"
             return
@@ -276,7 +274,7 @@ class _Inquiry:
         problem = obstacle(backend, f"backend {claim.owner!r}")
         if problem:
             yield f"{claim.owner}: {problem}"
-        others = (m.backend for m in self.members.values() if isinstance(m, RuleQuantizer))
+        others = self.backends.values()
         brought = {target.name: target for other in others for target in other.targets}
         brought[TORCH_TARGET.name] = TORCH_TARGET
         for target, _ in self._kernels(claim):

@@ -32,7 +32,7 @@ from qompose.plan.methods import (
     state_with,
     states_of,
 )
-from qompose.plan.operator_ids import QUANTIZED_BEFORE, restore_written
+from qompose.plan.operator_ids import QUANTIZED_BEFORE, UNKNOWN_QUANTIZER, restore_written
 from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
 from qompose.program import meta
 from qompose.program.call_signature import CallSignature, call_signature
@@ -244,9 +244,8 @@ def find_target(name: str, record: Record) -> Target:
         )
     if owners and not tables and not (name in known and known[name].reads_qdq):
         raise TargetError(
-            f"This composition cannot be lowered to {name!r}: {_list(owners)} "
-            "can only annotate, so there are no kernels. Run or export the converted model "
-            "instead."
+            f"This composition cannot be lowered to {name!r}: {_without_kernels(owners)}. Run or export "
+            "what prepare_pt2e, calibrate and convert_pt2e make of it instead."
         )
     if name not in known or any(name not in _targets(backend) for backend in tables.values()):
         raise TargetError(_lacking(name, tables, known))
@@ -259,6 +258,15 @@ def find_target(name: str, record: Record) -> Target:
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
+
+
+def _without_kernels(owners: set[str]) -> str:
+    """Say why none of the owners of claims has kernels."""
+    quantizers = owners - {QUANTIZED_BEFORE}
+    reasons = [UNKNOWN_QUANTIZER] if QUANTIZED_BEFORE in owners else []
+    if quantizers:
+        reasons = [f"{_list(quantizers)} can only annotate, so there are no kernels", *reasons]
+    return "; ".join(reasons)
 
 
 def _owners(record: Record) -> dict[str, Backend]:
@@ -369,10 +377,7 @@ def _kernel_for(claim: Claim, record: Record, target: str) -> Kernel | str:
     """Return the kernel of a claim's rule, or why there is none."""
     backend = record.backends.get(claim.owner)
     if claim.rule == QUANTIZED_BEFORE:
-        return (
-            "it was quantized before this program was exported, and its quantizer is unknown; "
-            "torch.export.export(..., strict=True) keeps it for what qompose quantized"
-        )
+        return UNKNOWN_QUANTIZER
     if backend is None:
         return _WITHOUT_KERNELS
     rule = backend.rule(claim.rule)

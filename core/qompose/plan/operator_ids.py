@@ -175,6 +175,10 @@ def _some_bytes(tensor: Tensor) -> bytes:
 _TEXTS = ("owner", "rule", "anchor", "output", "config", "selector", "mode")
 QUANTIZED_BEFORE = "quantized before"
 """The rule of regions that were quantized before a program was exported, where no more is known of them."""
+UNKNOWN_QUANTIZER = (
+    "it was quantized before this program was exported, and its quantizer is unknown; "
+    "torch.export.export(..., strict=True) keeps it for what qompose quantized"
+)
 
 
 def note_regions(

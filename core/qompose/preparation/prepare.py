@@ -186,9 +186,7 @@ def _prepared(
         quantizer = quantizer.bound(exported)
         annotated = annotate(exported, quantizer, trains=trains, fold_batch_norms=folds)
         plan = make_plan(exported, annotated, strict=strict)
-        members = annotated.members.items()
-        backends = {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
-        backends = {**_earlier_backends(annotated.program), **backends}
+        backends = backends_of(annotated)
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
     # What observers count with is made here: made in inference mode, it could not be added to outside.
@@ -206,6 +204,13 @@ def _prepared(
             prepared.train(training)
     log_stage(prepared)
     return replace_in_place(model, prepared) if inplace else prepared
+
+
+def backends_of(annotated: Annotated) -> dict[str, Backend]:
+    """Return by owner the backends of a program's claims, those on what was quantized before among them."""
+    members = annotated.members.items()
+    own = {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
+    return {**_earlier_backends(annotated.program), **own}
 
 
 def _earlier_backends(program: GraphModule) -> dict[str, Backend]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from qompose import QuantizationConfig, can_quantize
 from qompose.backend import Target
 from qompose.diagnosis import NodeSupport
 from qompose.errors import ConfigError, SelectorError, SharingError, StageError
+from qompose.plan.operator_ids import QUANTIZED_BEFORE
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -361,6 +363,21 @@ def test_the_program_is_left_alone() -> None:
     assert all(torch.equal(v, before[1][k]) for k, v in module.state_dict().items())
     converted = convert(module, toy(*TABLE), IMAGE)
     assert qompose.report(converted).count("simulated (Q/DQ)") == 4
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_of_what_was_quantized_before_the_export_its_quantizer_is_told(strict: bool) -> None:
+    """It is no member; what is not known of it is said."""
+    part = convert(export(seeded(nn.Linear(3, 3)), ROWS), toy(LINEAR), ROWS)
+    model = Model(lambda m, x: m.last(m.part(x).tanh()), last=nn.Linear(3, 3))
+    model.part = part
+    program = export(seeded(model), ROWS, strict=strict)
+    other = qompose.compose(toy(RELU, name="other"), Annotator(lambda node: None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)  # "toy" is not installed
+        answer = can_quantize(program, "linear", other)
+    assert answer and answer.owner == ("toy" if strict else QUANTIZED_BEFORE)
+    assert answer.unavailable and not answer.kernels
 
 
 CASES = {"batch norm": MIXED, "bodies": TestBodies.program, "attention": TestTakenApart.program}
