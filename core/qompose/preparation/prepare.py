@@ -66,7 +66,7 @@ from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantiz
 from qompose.spec.claim import Claim, Point, clear_annotations
 from qompose.spec.quantization_spec import EdgeOrNode
 from qompose.training.qat_conv_bn import norms_behind, training_form
-from qompose.training.train_eval import evaluation_form
+from qompose.training.train_eval import behind_quantized, evaluation_form
 
 
 @overload
@@ -298,8 +298,15 @@ def _observe(
     groups = plan.groups
     if trains:  # factors would be decided once and for all, and weights find their own way
         groups = tuple(replace(group, balance=None) for group in groups)
+    notes = []
+    if trains and (stopped := behind_quantized(working)):
+        notes.append(
+            f"{', '.join(stopped)} cannot be trained: quantize operators of parts that were quantized "
+            "before this program was exported stop or distort their gradients. Train before quantizing those"
+        )
+        warn_user(notes[0])
     insert_observers(working, plan.claims, groups, quantizer, simulate=trains)
-    notes = training_form(working, exported, plan.rewrites) if trains else []
+    notes += training_form(working, exported, plan.rewrites) if trains else []
     if trains:  # modules stand where annotated operators and parameters were
         clear_annotations(working)
         write_annotations(working, plan.claims, norms_behind(working))

@@ -26,11 +26,13 @@ from qompose.program.graph import (
     constant_of,
     holds,
     owner_of,
+    reached,
     read_attribute,
     set_attribute,
     value_of,
 )
 from qompose.program.meta import META_KEY, MODE_KEY
+from qompose.spec.qdq import is_of_quantization
 from qompose.spec.qparams import along
 
 
@@ -404,6 +406,18 @@ class _Sum(torch.autograd.Function):
         total = gradient.clone()
         distributed.all_reduce(total)
         return total
+
+
+def behind_quantized(program: GraphModule) -> list[str]:
+    """Return the parameters that reach the outputs of a program only through operators of quantization."""
+    outputs = [program.graph.output_node()]
+    passing = reached(outputs, lambda n: [] if is_of_quantization(n) else n.all_input_nodes)
+    stopped = reached(outputs, lambda n: n.all_input_nodes) - passing
+    return sorted(
+        str(node.target)
+        for node in stopped
+        if isinstance(value := constant_of(node), nn.Parameter) and value.requires_grad
+    )
 
 
 def enable_observer(module: nn.Module) -> None:

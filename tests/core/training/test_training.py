@@ -34,7 +34,18 @@ from tests.core.qat import (
     product_model,
     product_quantizer,
 )
-from tests.core.toy import LINEAR, STATIC, Model, NullQuantizer, export, randn, seeded, sqnr, toy
+from tests.core.toy import (
+    LINEAR,
+    STATIC,
+    Model,
+    NullQuantizer,
+    convert,
+    export,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
 from tests.sampling import at_once
 
 DEEPCOPY = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch of itself
@@ -650,6 +661,22 @@ def test_buffers_that_are_written_keep_no_gradients() -> None:
     for _ in range(3):
         prepared(x).sum().backward()
     assert not prepared.get_buffer("mean").requires_grad
+
+
+def test_what_only_quantized_parts_read_is_said_not_to_be_trained() -> None:
+    """torch's operators of quantization give no gradients. A weight that something else reads has some."""
+    part, x = seeded(nn.Linear(3, 3)), randn(4, 3)
+    quantized = convert(export(part, x), toy(LINEAR), x)
+    model = Model(
+        lambda m, x: m.part(m.front(x)) + m.skip(x), front=nn.Linear(3, 3), skip=nn.Linear(3, 3)
+    )
+    model.part = quantized
+    with pytest.warns(qompose.QomposeWarning, match=r"front\.bias, front\.weight, part\.bias"):
+        prepared = prepared_for(seeded(model), x)
+    prepared(x).sum().backward()
+    gone = [name for name, value in prepared.named_parameters() if value.grad is None]
+    assert sorted(gone) == ["front.bias", "front.weight", "part.bias"]
+    assert len([line for line in qompose.report(prepared).notes if "front.weight" in line]) == 1
 
 
 def test_nothing_quantized_still_trains() -> None:
