@@ -453,7 +453,8 @@ class _QDQInserter:
             quantized = self._folded(node, value, constant, number)
         else:
             value = value if constant is not None else self._divided(value, number, before=node)
-            quantized = self._quantized(node, value, pair)
+            maker = value if value.op == "call_function" else first_user(node)
+            quantized = self._quantized(node, value, pair, maker)
         rescale = None
         if factors is not None and balance is not None and balance.side == OUTPUT:
             rescale = (factors.values, balance.dim)
@@ -491,13 +492,12 @@ class _QDQInserter:
         self._paths[key] = str(read.target)
         return read
 
-    def _quantized(self, node: Node, value: Node, pair: OperatorPair) -> Node:
+    def _quantized(self, node: Node, value: Node, pair: OperatorPair, maker: Node) -> Node:
         # A parameter's value is real: what is made of it when the program runs is not to be held here.
         like = value_of(value)
         example = like.to(pair.dtype)
         if constant_of(value) is not None and like.numel():
             example = like.new_zeros((), dtype=pair.dtype).expand(like.shape)
-        maker = value if value.op == "call_function" else first_user(node)
         with node.graph.inserting_before(node):
             # Where integers are read as float32, so are the values: tools expect one type around a pair.
             wide = constant_of(value) is None and pair.steps > _EXACT.get(like.dtype, math.inf)
@@ -602,7 +602,7 @@ class _QDQInserter:
                 _call(operator.getitem, (chosen, i), reader, example[i]) for i in (0, 1)
             )
         pair = dynamic_pair(spec, low, high, scale, zero_point)
-        quantized = self._quantized(node, value, pair)
+        quantized = self._quantized(node, value, pair, reader)
         for made in (chosen, quantized):
             self._port_tag(Point(observed.tensor, reader.name), reader, made)
         self._dequantize_for_each_user(observed, quantized, pair, value, None, shaped)

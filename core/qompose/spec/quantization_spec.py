@@ -33,6 +33,7 @@ from qompose.spec.algorithm_choice import (
 )
 from qompose.spec.qparams import (
     CASTS,
+    DEFAULT_EPS,
     FLOAT8,
     FLOAT_ZERO_POINT,
     PER_CHANNEL,
@@ -615,7 +616,21 @@ def integer_range_key(spec: QuantizationSpecBase) -> object:
     factory = getattr(spec, "observer_or_fake_quant_ctr", None)
     # What an observer makes that converts itself is read by those alone who asked for it.
     own = class_of(factory) if converts_itself(factory) else None
-    return tuple((key, str(value)) for key, value in facts.items()), own
+    # Run-time parameters are not estimated, but their scales are at least the observer's `eps`.
+    least = _least_scale(factory) if getattr(spec, "is_dynamic", False) else None
+    return tuple((key, str(value)) for key, value in facts.items()), own, least
+
+
+def _least_scale(factory: Any) -> float:
+    """Return the `eps` that a factory gives its observer, or that of the observer's class."""
+    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
+    own = arguments.get("eps")
+    if own is None and "observer" in arguments:  # of a fake quantizer
+        return _least_scale(arguments["observer"])
+    kind = class_of(factory)
+    if own is None and callable(kind) and "eps" in (known := inspect.signature(kind).parameters):
+        own = known["eps"].default
+    return float(own) if isinstance(own, (int, float)) else DEFAULT_EPS
 
 
 def sharing_key(spec: QuantizationSpecBase) -> object:

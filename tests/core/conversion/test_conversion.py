@@ -717,7 +717,8 @@ def test_tensors_and_nodes_say_which_module_they_belong_to(config: QuantizationC
         if qdq.is_quantize(node):
             maker = node.args[0]
             readers = [reader for read in node.users for reader in read.users]
-            owner = maker if maker.op == "call_function" else readers[0]
+            chosen = any(a.op == "call_function" for a in node.all_input_nodes[1:])  # by its reader
+            owner = readers[0] if chosen or maker.op != "call_function" else maker
             assert module_path(node) == module_path(owner), node.format_node()
         elif qdq.is_dequantize(node):
             (reader,) = node.users

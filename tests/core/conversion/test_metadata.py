@@ -75,6 +75,15 @@ def test_what_is_chosen_at_run_time_is_in_its_readers_partition() -> None:
     assert [name for kind, name in found if kind == "quantize_per_tensor"] == ["conv2d", "linear"]
 
 
+def test_what_is_chosen_at_run_time_is_of_its_readers_module() -> None:
+    """The quantize operator too, which a reader alone asks for, though another layer made the value."""
+    model = converted(partitions(RUN_TIME, None))
+    (layer,) = (n for n in model.graph.nodes if kind_of(n) == "mean")
+    chosen = [n for n in layer.users if kind_of(n) in ("choose_qparams", "quantize_per_tensor")]
+    paths = [next(reversed(n.meta["nn_module_stack"].values()))[0] for n in chosen]
+    assert paths == ["linear", "linear"]
+
+
 def source_of(node: Node) -> str | None:
     """The first operator that a node comes from, as torchao's debugger finds it."""
     found = node.meta.get("from_node")

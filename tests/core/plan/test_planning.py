@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from qompose import QuantizationSpec, Quantizer
 from qompose.backend import Rule
 from qompose.errors import SharingError
-from qompose.observers import HistogramObserver
+from qompose.observers import HistogramObserver, MinMaxObserver, PlaceholderObserver
 from qompose.plan.plan import Group
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.program.meta import ANNOTATION_KEY
@@ -95,6 +95,12 @@ def names(groups: Iterable[Group]) -> set[frozenset[str]]:
 
 
 HISTOGRAM = replace(INT8, observer_or_fake_quant_ctr=HistogramObserver)
+
+
+def chosen_by(factory: Any) -> QuantizationSpec:
+    return replace(RUN_TIME, observer_or_fake_quant_ctr=factory)
+
+
 SHARED: dict[str, tuple[list[PointSpec], list[set[str]]]] = {
     "edges of one tensor": (
         [spec("sigmoid>relu", INT8), spec("sigmoid>cat", INT8)], [{"sigmoid>relu", "sigmoid>cat"}],
@@ -105,6 +111,15 @@ SHARED: dict[str, tuple[list[PointSpec], list[set[str]]]] = {
     ),
     "the same integers, estimated by another observer": (
         [spec("sigmoid", INT8), spec("sigmoid>relu", HISTOGRAM)], [{"sigmoid", "sigmoid>relu"}],
+    ),
+    "parameters chosen at run time, whatever observer it is": (
+        [spec("sigmoid>relu", RUN_TIME), spec("sigmoid>cat", chosen_by(MinMaxObserver))],
+        [{"sigmoid>relu", "sigmoid>cat"}],
+    ),
+    "not with another least scale, which an observer gives": (
+        [spec("sigmoid>relu", RUN_TIME),
+         spec("sigmoid>cat", chosen_by(PlaceholderObserver.with_args(eps=0.05)))],
+        [{"sigmoid>relu"}, {"sigmoid>cat"}],
     ),
     "different specifications stay apart": (
         [spec("sigmoid", INT8), spec("sigmoid>relu", UINT8), spec("sigmoid>cat", UINT8)],
