@@ -225,6 +225,30 @@ def test_parts_that_were_quantized_before_are_left_alone(tmp_path: Path) -> None
         qompose.prepare_pt2e(torch.export.export(lowered, (x,)), "xnnpack")
 
 
+@pytest.mark.filterwarnings("ignore:.*_flat_weights:UserWarning")  # torch of its own module
+def test_a_part_whose_operator_has_several_outputs_is_left_alone() -> None:
+    """In it each output says what its operator does; in the next export they do not say it again."""
+
+    class Recurrent(nn.Module):
+        def __init__(self, rnn: nn.Module) -> None:
+            super().__init__()
+            self.rnn, self.last = rnn, nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.rnn(x)[0])
+
+    torch.manual_seed(0)
+    net, x = Recurrent(nn.LSTM(8, 16, batch_first=True)).eval(), torch.randn(4, 5, 8)
+    expected = net(x)
+    net.rnn = stages(torch.export.export(net.rnn, (x,)), (x,), "x86_inductor")[1]
+    once = stages(torch.export.export(net, (x,), strict=True), (x,), "xnnpack")
+    again = stages(torch.export.export(once[1], (x,), strict=True), (x,), "x86_inductor")
+    for _, converted, lowered in (once, again):
+        kernels = [row.name for row in qompose.report(lowered).rows if row.kernel]
+        assert kernels == ["lstm", "linear"]
+        assert sqnr(expected, lowered(x)) > 30 < sqnr(converted(x), lowered(x))
+
+
 def test_parts_of_which_no_owner_is_known_stay_as_they_are() -> None:
     """Export that is not strict drops what nodes say: operators with integer parameters are known alone."""
     torch.manual_seed(0)

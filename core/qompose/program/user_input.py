@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,10 +79,23 @@ def as_graph_module(model: object, function: str) -> GraphModule:
 def _forgetting(program: GraphModule) -> GraphModule:
     """Remove, in place, what an earlier quantization of parts of a program says in its own numbers."""
     for node in nodes_in(program):
-        for fact in (CLAIM_TAG, OPERATOR_TAG, VALUE_TAG, INTEGERS_TAG, FACTORS_TAG):
+        facts = [CLAIM_TAG, OPERATOR_TAG, VALUE_TAG, INTEGERS_TAG, FACTORS_TAG]
+        # Export says of each output what is said of its operator, as if it were another of those.
+        if (maker := _maker(node)) is not node and tag_of(node, REGION_TAG) == tag_of(
+            maker, REGION_TAG
+        ):
+            facts.append(REGION_TAG)
+        for fact in facts:
             if tag_of(node, fact) is not None:
                 untag(node, fact)
     return program
+
+
+def _maker(node: Node) -> Node:
+    """Return the operator of which a node is an output; the node itself where it is none."""
+    while node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def unlifted(program: ExportedProgram) -> GraphModule:
