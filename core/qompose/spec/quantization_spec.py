@@ -437,8 +437,8 @@ class QuantizationAnnotation:
 class QuantizationConfig:
     """A specification for each role of an operator; None leaves that role in float.
 
-    `balance` allows channels of very different size to be scaled separately at the border to float operators
-    (`algorithms.smooth_quant`).
+    `balance` allows channels of very different size to be scaled separately between two layers, and at the
+    border to float operators (`algorithms.smooth_quant`).
 
     `algorithms` is a tuple of names ("equalization", "smooth_quant", "awq", "scale_search", "gptq",
     "gptq_sequential", "sign_round", "bias_correction", or one that an installed package offers) and

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.core import toy as toys
 from tests.core.algorithms.test_awq import FOLDED, LEFT, Unrounded, loud_rows, multiplications
-from tests.core.toy import LINEAR, STATIC as PLAIN, Model, convert, export, randn, toy
+from tests.core.toy import LINEAR, LINEAR_RELU, STATIC as PLAIN, Model, convert, export, randn, toy
 
 BALANCED = replace(PLAIN, balance=True, weight=replace(
     PLAIN.weight, qscheme=torch.per_channel_symmetric, ch_axis=0,
@@ -214,3 +214,53 @@ def test_where_no_layer_in_front_may_divide_an_operator_does(
     assert not any("first.weight" in line for line in qompose.report(scaled).rewrites)
     assert multiplications(scaled) > multiplications(plain)
     assert toys.sqnr(model(OTHER), scaled(OTHER)) > toys.sqnr(model(OTHER), plain(OTHER)) + 1
+
+
+def behind(m: Any, x: Tensor) -> Tensor:
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+def behind_relu(m: Any, x: Tensor) -> Tensor:
+    return m.last(m.first(x).relu())  # type: ignore[no-any-return]
+
+
+def returned_too(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.first(x)
+    return m.last(y), y
+
+
+FUSED: Rule = replace(LINEAR_RELU, bias="bias", channels=(-1, -1))
+
+
+def between(forward: Callable[..., Any], balance: bool, seen: int = 200) -> tuple[nn.Module, Any]:
+    """Two layers with integers between them, and the model converted, with weights quantized as it runs."""
+    model = loud_inside(forward, nn.Linear(48, 48), nn.Linear(48, 48))
+    config = replace(BALANCED, balance=balance)
+    prepared = toys.prepare(export(model, SEEN), toy(FUSED, RULE, config=config))
+    for part in randn(seen, 16, 48, seed=2).split(40):
+        prepared(part)
+    return model, qompose.convert_pt2e(prepared, fold_quantize=False)
+
+
+@pytest.mark.parametrize("forward", [behind, behind_relu])
+def test_channels_of_integers_between_two_layers(forward: Callable[..., Tensor]) -> None:
+    """The layer in front divides them, as it does floats, and its own output is quantized so."""
+    (model, scaled), (_, plain) = (between(forward, balance) for balance in (True, False))
+    (line,) = qompose.report(scaled).rewrites
+    assert "first.weight and first.bias" in line
+    assert multiplications(scaled) == multiplications(plain) == 0
+    with torch.no_grad():
+        assert toys.sqnr(model(OTHER), Unrounded(scaled).run(OTHER)) > 100
+        found = toys.sqnr(model(OTHER), scaled(OTHER))
+        assert found > toys.sqnr(model(OTHER), plain(OTHER)) + 3
+    compared = qompose.compare(export(model, OTHER), scaled, [(OTHER,)])
+    assert min(row.sqnr for row in compared.rows) > found - 3
+
+
+@pytest.mark.parametrize(("forward", "seen"), [(returned_too, 200), (behind, 160)])
+def test_integers_without_factors(forward: Callable[..., Any], seen: int) -> None:
+    """Of others that read them as well, which no operator can divide them for, and of 53 rows a channel."""
+    (_, scaled), (_, plain) = (between(forward, balance, seen) for balance in (True, False))
+    assert not qompose.report(scaled).rewrites
+    for one, other in zip(scaled(OTHER), plain(OTHER), strict=True):
+        assert torch.equal(one, other)
