@@ -37,7 +37,7 @@ from qompose.algorithms.channel_factors import (
 )
 from qompose.algorithms.channel_paths import find_absorbers
 from qompose.algorithms.interface import Algorithm, NotChanged
-from qompose.algorithms.product_inputs import InputMoments
+from qompose.algorithms.product_inputs import InputMoments, times_smaller
 from qompose.algorithms.products import (
     NOTHING,
     Operands,
@@ -160,7 +160,7 @@ def _divided(found: Calibrated, source: Node, products: Sequence[Operands]) -> t
     trials = _trials(found, products)
     values, gain = _best(trials, absorbers)
     needed = gain_needed(absorbers)
-    if not gain >= needed:  # NaN neither
+    if gain < needed:
         raise NotChanged(
             "without factors, the squared error on held-out calibration data is only "
             f"{gain:.2f}x that with the best factors; at least {needed}x is required"
@@ -201,7 +201,7 @@ class _Trial:
         off = _rounded(self.weight * vector, self.spec) / vector - self.weight
         both = [values.flatten(1)[None] for values in (self.weight, off)]
         power, error = self.halves[half].errors(both)
-        return error / max(power, NOTHING)
+        return error / power if power else 0.0
 
 
 def _trials(found: Calibrated, products: Sequence[Operands]) -> list[_Trial]:
@@ -264,7 +264,7 @@ def _best(trials: Sequence[_Trial], absorbers: Absorbers | None) -> tuple[Tensor
     errors = {power: held_back(power) for power in _POWERS}
     power = min(errors, key=lambda p: errors[p])
     both = (sizes[0].square() + sizes[1].square()).div(2).sqrt()
-    return _factors(both, power), before / max(errors[power], NOTHING)
+    return _factors(both, power), times_smaller(before, errors[power])
 
 
 def _factors(sizes: Tensor, power: float) -> Tensor:

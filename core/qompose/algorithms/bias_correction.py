@@ -24,9 +24,8 @@ from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown
-from qompose.algorithms.product_inputs import InputRows
+from qompose.algorithms.product_inputs import InputRows, times_smaller
 from qompose.algorithms.products import (
-    NOTHING,
     Operands,
     change_products,
     channel_dim,
@@ -95,7 +94,7 @@ class _Correction:
             raise NotChanged(f"the program writes to {product.bias.target}")
         mean = self._mean(product)
         rounding = self._rounding(product)
-        self._check_gain(product, rounding, mean)
+        unmeasured = self._check_gain(product, rounding, mean)
         moved = _moved(product, rounding, mean)
         value = self._factors.constant(name)
         corrected = (value.double() + moved.to(value.device)).to(value.dtype)
@@ -107,7 +106,7 @@ class _Correction:
             corrected,
             (
                 f"corrected the means of its outputs by up to {most:.3g} ({usual:.3g} root mean "
-                "square)"
+                f"square){unmeasured}"
             ),
         )
 
@@ -126,8 +125,10 @@ class _Correction:
             found = found / vector.double().cpu() if dim == 1 else found
         return found
 
-    def _check_gain(self, product: Operands, rounding: Tensor, mean: Tensor) -> None:
+    def _check_gain(self, product: Operands, rounding: Tensor, mean: Tensor) -> str:
         """Check that a correction makes the error of a product smaller on the rows that are kept.
+
+        Where somebody asked for it by word and that cannot be checked, say why; else return "".
 
         Raises:
             NotChanged: it does not; or none are kept, and nobody asked for it by word.
@@ -135,16 +136,17 @@ class _Correction:
         reader = reader_of(self._found, product)
         try:
             rows = rows_read(self._found, product, reader)
-        except NotChanged:
+        except NotChanged as reason:
             if self._found.sums[product.source, None].asked:
-                return
+                return f"; whether that reduces the error was not measured: {reason}"
             raise
         gain = _gain(rows, taps_of(rounding, reader.groups, reader.transposed).sum(3), mean)
-        if not gain > 1.0:  # NaN neither
+        if gain <= 1.0:
             raise NotChanged(
                 "its squared error on calibration data would not decrease (before/after ratio "
                 f"{gain:.2f})"
             )
+        return ""
 
     def _rounding(self, product: Operands) -> Tensor:
         """Return what rounding takes from the weight."""
@@ -162,16 +164,19 @@ def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
     Args:
         rounding: what it takes from the weight, summed over taps, `(groups, outputs, C / groups)`.
         mean: of the input, `(C,)`.
+
+    Raises:
+        NotChanged: errors are not finite.
     """
     rounding, rows = rounding.float(), replace(rows, noise=0.0)
-    mean = mean.to(rows.rows).view(len(rows.rows), 1, -1)
+    mean = (mean * rows.unit).to(rows.rows).view(len(rows.rows), 1, -1)
     first, second = rows.halves()
     known = rows.shifted(mean).error(rounding)
     held_back = [
         held.shifted(half.mean()).error(rounding)
         for held, half in ((first, second), (second, first))
     ]
-    return rows.error(rounding) / max(known, sum(held_back), NOTHING)
+    return times_smaller(rows.error(rounding), max(known, sum(held_back)))
 
 
 def _moved(product: Operands, rounding: Tensor, mean: Tensor) -> Tensor:

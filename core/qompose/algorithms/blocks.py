@@ -7,6 +7,7 @@ part to the next. Before each part the quantized one has the integers that were 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from qompose.algorithms.product_inputs import (
     normalized_moments,
 )
 from qompose.algorithms.products import Operands, columns_of
+from qompose.observers.auto_range import in_unit, unit_of
 from qompose.observers.input_sums import Columns, MomentObserver, examples_in_parts
 from qompose.observers.row_sample import example_hashes
 from qompose.program.aliasing import written_values
@@ -65,14 +67,21 @@ class LearnedWeight:
     integers: Tensor
 
     def applied(self, q: QParams) -> tuple[QParams, Tensor] | None:
-        """Return parameters and integers in the place of `q`; None if they were learned from others."""
+        """Return parameters and integers in the place of `q`; None if they were learned from others.
+
+        They are copies: each program that is converted has its own.
+        """
         before = (self.scale_before, q.scale), (self.zero_point_before, q.zero_point)
         if not all(one.shape == other.shape for one, other in before):
             return None
         if not all(torch.equal(one.to(other), other) for one, other in before):
             return None
-        now = replace(q, scale=self.scale.to(q.scale), zero_point=self.zero_point.to(q.zero_point))
-        return now, self.integers.to(q.dtype)
+        scale, zero_point = (
+            self.scale.to(q.scale, copy=True),
+            self.zero_point.to(q.zero_point, copy=True),
+        )
+        now = replace(q, scale=scale, zero_point=zero_point)
+        return now, self.integers.to(q.dtype, copy=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,11 +417,16 @@ class _Rerun(Inputs):
         return Symmetric(stripes)
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
+        unit = unit_of(torch.tensor(math.sqrt(self.unit)))
+        units = [unit_of(off) for off in differences]
+        offs = [in_unit(off, own) for off, own in zip(differences, units, strict=True)]
         found = torch.zeros(len(differences), dtype=torch.float64)
         for rows in self._rows():
-            for at, off in enumerate(differences):
-                found[at] += (rows.float() @ off.transpose(1, 2)).square_().sum().double().cpu()
-        return (self._of_all(found) / self.unit).tolist()
+            given = in_unit(rows.float(), unit)
+            for at, off in enumerate(offs):
+                found[at] += (given @ off.transpose(1, 2)).square_().sum().double().cpu()
+        back = torch.tensor([(unit * own) ** -2 for own in units], dtype=torch.float64)
+        return (self._of_all(found) * back / self.unit).tolist()
 
     def _of_all(self, own: Tensor) -> Tensor:
         """Return sums over all processes, in the order of their ranks."""

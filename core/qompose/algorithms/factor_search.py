@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qompose.algorithms.calibrated import RoundedWeight, Scheme
 from qompose.algorithms.channel_factors import JUDGED, Absorbers, Factors, in_steps
-from qompose.observers.auto_range import measured_against
+from qompose.algorithms.product_inputs import times_smaller
+from qompose.observers.auto_range import in_unit, measured_against, unit_of
 from qompose.observers.channel_ranges import ChannelSample
 from qompose.spec.qparams import along, fake_quantize
 
@@ -71,20 +72,26 @@ def input_factors(
     weights = [product.values for product in products]
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w in weights]).amax(0)
 
+    unit, of_weights = unit_of(channels.largest), unit_of(heaviest)
+    heaviest = in_unit(heaviest, of_weights)
+
     def size(seen: ChannelSample, exponent: float) -> Tensor:
-        sizes = seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
+        largest = in_unit(seen.largest, unit)
+        sizes = largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
         return sizes if absorbers is None else absorbers.even(sizes)
 
     work = [weight.numel() // weight.shape[1] for weight in weights]
     judged = [_Outputs.of(product, max(1, sum(work) // JUDGED)) for product in products]
 
     def error_on(held: ChannelSample) -> Error:
-        exact = [held.rows @ outputs.weight().T for outputs in judged]
+        rows = in_unit(held.rows, unit)
+        exact = [rows @ in_unit(outputs.weight(), of_weights).T for outputs in judged]
         sizes = [measured_against(rows.square().sum(1), held.weights) for rows in exact]
 
         def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-            quantized = scheme.simulate(held.rows / factors, scale, zero_point)
-            found = (quantized @ outputs.rounded(factors).T for outputs in judged)
+            quantized = in_unit(scheme.simulate(held.rows / factors, scale, zero_point), unit)
+            rounded = (in_unit(outputs.rounded(factors), of_weights) for outputs in judged)
+            found = (quantized @ weight.T for weight in rounded)
             return sum(map(partial(_relative, held), exact, found, sizes))
 
         return error
@@ -156,14 +163,16 @@ def output_factors(
     channels: ChannelSample, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `input_factors`."""
+    unit = unit_of(channels.largest)
 
     def error_on(held: ChannelSample) -> Error:
-        sizes = measured_against(held.rows.square().sum(1), held.weights)
+        exact = in_unit(held.rows, unit)
+        sizes = measured_against(exact.square().sum(1), held.weights)
 
         def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
             given = held.rows / factors
             quantized = fake_quantize(given, scale, zero_point, scheme.low, scheme.high)
-            return _relative(held, held.rows, quantized * factors, sizes)
+            return _relative(held, exact, in_unit(quantized * factors, unit), sizes)
 
         return error
 
@@ -226,8 +235,8 @@ class _Search:
         last, way = None, turned(_Way(exponents[0], _MEDIAN, 1.0))
         while last is None or held_back(way) < held_back(last):
             last, way = way, turned(way)
-        gain = self._without(trials) / max(held_back(way), 1e-30)
-        if not gain >= needed:  # NaN neither, where squares are beyond the largest float
+        gain = times_smaller(self._without(trials), held_back(way))
+        if gain < needed:
             return None
         return Factors(*self._chosen(self.channels, way), gain)
 

@@ -34,7 +34,13 @@ from torch.fx import Node
 from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm, NotChanged, Part
-from qompose.algorithms.product_inputs import InputRows, Inputs, Symmetric, pooled
+from qompose.algorithms.product_inputs import (
+    InputRows,
+    Inputs,
+    Symmetric,
+    pooled,
+    times_smaller,
+)
 from qompose.algorithms.products import (
     NOTHING,
     Operands,
@@ -204,11 +210,12 @@ class GPTQ(Algorithm):
         reader = reader_of(found, product)
         together = not isinstance(inputs, InputRows) and columns_of(product)[0].window is not None
         form, gain = _best_form(reader, q, inputs, self._forms(found, product, inputs), together)
-        if not gain >= _NEEDED:  # NaN neither
-            raise NotChanged(
+        if gain < _NEEDED:
+            reason = (
                 "rounding to nearest has a squared error on held-out calibration data of only "
                 f"{gain:.2f}x that of GPTQ; at least {_NEEDED}x is required"
             )
+            raise NotChanged("; ".join([reason, *_few_rows(inputs)]))
         q, integers = _integers(reader, q, inputs, form, together)
         if form.spec is not None:
             set_scales(found, product, q.scale, q.zero_point)
@@ -218,11 +225,7 @@ class GPTQ(Algorithm):
 
     def _remarks(self, q: QParams, inputs: Inputs) -> Iterator[str]:
         """Yield what else there is to say of a weight that was rounded."""
-        if inputs.number < inputs.channels:
-            yield (
-                f"based on {inputs.number} rows for {inputs.channels} channels (more calibration "
-                "data would help)"
-            )
+        yield from _few_rows(inputs)
         if not self.static_groups and not _has_groups_of_columns(q):
             yield "static_groups=False has no effect because its columns have no group scales"
 
@@ -275,6 +278,15 @@ class SequentialGPTQ(GPTQ):
                 said = [self._round(found, product, block.read_by(product, also=also))]
                 said += [f"for {describe(one.node)} too, which shares it" for one in also]
                 effect.append("; ".join(said))
+
+
+def _few_rows(inputs: Inputs) -> Iterator[str]:
+    """Say of second moments if they are of too few rows to be of full rank."""
+    if inputs.number < inputs.channels:
+        yield (
+            f"based on {inputs.number} rows for {inputs.channels} channels (more calibration "
+            "data would help)"
+        )
 
 
 def compensated(found: Calibrated, product: Operands, inputs: Inputs, otherwise: Tensor) -> Tensor:
@@ -448,7 +460,7 @@ def _best_form(
     """Return the form that is best on the half that it is not rounded by, and its gain there.
 
     Raises:
-        NotChanged: moments cannot be factorized.
+        NotChanged: moments cannot be factorized, or errors are not finite.
     """
     judged, halves = _Judged(reader, q, together), inputs.halves()
     before, errors = 0.0, dict.fromkeys(forms, 0.0)
@@ -460,7 +472,7 @@ def _best_form(
         before += first
         for form, error in zip(forms, others, strict=True):
             errors[form] += error
-    gains = {form: before / max(error, NOTHING) for form, error in errors.items()}
+    gains = {form: times_smaller(before, error) for form, error in errors.items()}
     return max(gains.items(), key=lambda item: item[1])
 
 

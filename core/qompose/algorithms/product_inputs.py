@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qompose.algorithms.interface import NotChanged, NotKnown
+from qompose.observers.auto_range import in_unit, unit_of
 
 
 class Inputs:
@@ -48,17 +49,19 @@ class InputRows(Inputs):
     """Rows that a product reads, as its weight sees them.
 
     Attributes:
-        rows: `(groups, N, C / groups)`.
+        rows: multiplied by `unit`, `(groups, N, C / groups)`.
         weights: for how many rows each stands, over the squared size of what the product makes of it, `(N,)`
             (`qompose.observers.auto_range`).
         half: which of them are of the examples of the second half, `(N,)`.
-        noise: the mean square of what the rounding of a value adds to it.
+        noise: the mean square of what the rounding of a value adds to it, in the unit of rows.
+        unit: a power of two (`qompose.observers.auto_range.unit_of`).
     """
 
     rows: Tensor
     weights: Tensor
     half: Tensor
     noise: float
+    unit: float = 1.0
 
     @property
     def number(self) -> int:
@@ -79,11 +82,11 @@ class InputRows(Inputs):
         return first, second
 
     def mean(self) -> Tensor:
-        """Return the weighted mean, `(groups, 1, C / groups)`."""
+        """Return the weighted mean, in the unit of rows, `(groups, 1, C / groups)`."""
         return (self.rows * self.weights[:, None]).sum(1, keepdim=True) / self.weights.sum()
 
     def shifted(self, mean: Tensor) -> InputRows:
-        """Return rows that a mean is taken from, `(groups, 1, C / groups)`."""
+        """Return rows that a mean in their unit is taken from, `(groups, 1, C / groups)`."""
         return replace(self, rows=self.rows - mean)
 
     def symmetric(self, columns: slice) -> Symmetric:
@@ -94,10 +97,11 @@ class InputRows(Inputs):
 
     def error(self, difference: Tensor) -> float:
         """Return the squared error of a product whose weight is off by `(groups, outputs, C / groups)`."""
+        difference, back = _in_unit_of_its_own(difference)
         off = self.rows @ difference.transpose(1, 2)
         of_rows = (off.square().sum((0, 2)) * self.weights).sum()
         of_noise = self.noise * self.weights.sum() * difference.square().sum()
-        return float(of_rows + of_noise)
+        return float(of_rows + of_noise) * back
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
         return [self.error(difference) for difference in differences]
@@ -188,8 +192,30 @@ class InputMoments(Inputs):
         return self.errors([difference])[0]
 
     def errors(self, differences: Sequence[Tensor]) -> list[float]:
-        moments = self.moments(slice(None))
-        return [float(((off @ moments) * off).sum()) for off in differences]
+        moments, found = self.moments(slice(None)), []
+        for difference in differences:
+            off, back = _in_unit_of_its_own(difference)
+            found.append(float(((off @ moments) * off).sum()) * back)
+        return found
+
+
+def _in_unit_of_its_own(difference: Tensor) -> tuple[Tensor, float]:
+    """Return what weights are off by in a unit, and by what a square in it is multiplied to be without."""
+    unit = unit_of(difference)
+    return in_unit(difference, unit), unit**-2
+
+
+def times_smaller(before: float, after: float) -> float:
+    """Return how many times smaller an error has become: infinity where none is left, 1 where none was.
+
+    Raises:
+        NotChanged: an error is not finite.
+    """
+    if not (math.isfinite(before) and math.isfinite(after)):
+        raise NotChanged("the squared error of its outputs is not finite")
+    if after > 0:
+        return before / after
+    return math.inf if before > 0 else 1.0
 
 
 _STRIPES = 16
@@ -259,6 +285,7 @@ def normalized_moments(
     powers = total.diagonal(dim1=-2, dim2=-1)
     unit = (powers if factors is None else powers * (factors * factors)).mean()
     check_seen(count, float(unit))
+    unit = unit.clamp(min=noise * float(count.sum()))  # steps may be far coarser than values
     return InputMoments(total, count, noise / float(unit), unit, factors)
 
 
@@ -276,7 +303,7 @@ def pooled(inputs: Sequence[Inputs]) -> Inputs:
     rows = [given for given in inputs if isinstance(given, InputRows)]
     moments = [given for given in inputs if isinstance(given, InputMoments)]
     if rows:
-        weights = torch.cat([given.weights for given in rows])
+        weights = torch.cat([given.weights for given in rows])  # of a square in the unit of each
         noise = math.fsum(given.noise * float(given.weights.sum()) for given in rows)
         return InputRows(
             torch.cat([given.rows for given in rows], dim=1),

@@ -20,7 +20,9 @@ from qompose.observers.auto_range import (
     FEWEST_EXAMPLES,
     AutoRangeObserver,
     Reader,
+    in_unit,
     measured_against,
+    unit_of,
 )
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
 from qompose.observers.input_sums import Columns, Window
@@ -106,7 +108,7 @@ class Operands:
 
 
 NOTHING = 1e-30
-"""In place of an error of zero, to divide by."""
+"""In place of a zero in a unit that keeps numbers near 1, to divide by."""
 
 
 def change_products(
@@ -487,13 +489,16 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
     if factors is not None and balance is not None and balance.side == INPUT:
         rows = rows / factors.values.to(rows.device)
-    sizes = reader.squared_sizes(rows)
+    unit = unit_of(rows)
+    rows = in_unit(rows, unit)
+    sizes = reader.in_unit().squared_sizes(rows)
     if not bool(sizes.isfinite().all()):
-        raise NotChanged("squares of its input overflow float32")
+        raise NotChanged("its weight or its input has non-finite values")
     weights = sample.weights.to(rows.device, torch.float32)
     grouped = rows.reshape(len(rows), reader.groups, -1).transpose(0, 1)
     against, half = measured_against(sizes, weights), sample.half.to(rows.device)
-    return InputRows(grouped, weights / against, half, float(q.scale) ** 2 / 12)
+    noise = (float(q.scale) * unit) ** 2 / 12
+    return InputRows(grouped, weights / against, half, noise, unit)
 
 
 def _sample(observer: Any, dim: int) -> RowSample:

@@ -31,8 +31,8 @@ from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown
+from qompose.algorithms.product_inputs import times_smaller
 from qompose.algorithms.products import (
-    NOTHING,
     Operands,
     channel_dim,
     check_own_scales,
@@ -43,6 +43,7 @@ from qompose.algorithms.products import (
     product_node,
     taps_of,
 )
+from qompose.observers.auto_range import in_unit, unit_of
 from qompose.observers.input_sums import SKETCHED, Columns
 from qompose.observers.make_observer import make_observer
 from qompose.program.batch_norm_folding import TRANSPOSED
@@ -154,7 +155,7 @@ class _Inputs:
         return _Inputs(self.variance[first:last], self.mean[first:last])
 
     def error(self, off: Tensor, q: QParams) -> Tensor:
-        """Return the squared error of a weight that is off by so much, in the shape of the scales."""
+        """Return the squared error of a weight that is off by so much, in its unit, by scale."""
         by_mean = _of_scales(off * self.mean, q).square()
         return _of_scales(off.square() * self.variance, q) + by_mean
 
@@ -175,7 +176,7 @@ def _as_weight(values: Tensor, product: Operands) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sketch:
-    """A sketch of the inputs of a product, of each half of the examples.
+    """A sketch of the inputs of a product, in the unit of all that read its weight, by halves of examples.
 
     Attributes:
         rows: `(2, groups, C / groups, 32)`.
@@ -204,10 +205,12 @@ class _Seen:
     Attributes:
         inputs: those of both halves of the examples and of all; else the one that is supposed.
         sketches: of each product that reads the weight; none where inputs are supposed.
+        unit: by which errors of the weight are multiplied before they are squared.
     """
 
     inputs: tuple[_Inputs, ...]
     sketches: tuple[_Sketch, ...] = ()
+    unit: float = 1.0
 
     def rows(self, first: int, last: int) -> _Seen:
         """Return what is to be known for some rows of the weight."""
@@ -266,8 +269,10 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
         )
     halves = zip((*sums, sums.sum(0)), (*count, count.sum()), strict=True)
     inputs = (_Inputs.of(some, number, unit, products[0]) for some, number in halves)
+    of_rows = unit_of(unit.sqrt())
     sketches = (
-        _sketch(total[:, 2:], product) for total, product in zip(totals, products, strict=True)
+        _sketch(in_unit(total[:, 2:], of_rows), product)
+        for total, product in zip(totals, products, strict=True)
     )
     return _Seen(tuple(inputs), tuple(sketches))
 
@@ -297,16 +302,17 @@ def _searched(found: Calibrated, number: int, q: QParams, seen: _Seen) -> tuple[
     """
     group = found.plan.groups[number]
     weight = found.factors.constant(group.points[0].source)
+    seen = replace(seen, unit=unit_of(weight))
     in_parts = (q.blocks or q.axis == 0) and not any(s.whole for s in seen.sketches)
     # Several scales along the first dimension are in no two parts.
     block = weight.shape[0] // q.scale.shape[0] if q.blocks else 1
     parts = in_rows(weight, multiple=block) if in_parts else [(0, len(weight), weight)]
     pieces = [_best(rows, q, group.spec, seen.rows(first, last)) for first, last, rows in parts]
     scales, zero_points, before, after = zip(*pieces, strict=True)
-    gain = math.fsum(before) / max(math.fsum(after), NOTHING)
-    if not seen.sketches and not gain > 1:
+    gain = times_smaller(math.fsum(before), math.fsum(after))
+    if not seen.sketches and gain <= 1:
         raise NotChanged("no other range reduces the error")
-    if seen.sketches and not gain >= _NEEDED:
+    if seen.sketches and gain < _NEEDED:
         raise NotChanged(
             f"with the min/max range, the {_HELD_BACK} is only {gain:.2f}x that with the best "
             f"range found; at least {_NEEDED}x is required"
@@ -325,7 +331,7 @@ def _best(
     """
     observer: Any = make_observer(spec)
     observer(values)
-    tried = (_Try.of(values, replace(q, scale=s, zero_point=z), seen.inputs)
+    tried = (_Try.of(values, replace(q, scale=s, zero_point=z), seen)
              for s, z in map(observer.qparams_of_part, _PARTS))  # fmt: skip
     first = next(tried)
     best = [first.chosen(at) for at in range(len(seen.inputs))]
@@ -335,8 +341,8 @@ def _best(
     if not seen.sketches:
         return scale, zero_point, float(first.errors[-1].sum()), float(error.sum())
     chosen = [replace(q, scale=s, zero_point=z) for s, z, _ in (best[1], best[0])]
-    after = seen.held_back([_off(values, now) for now in chosen])
-    return scale, zero_point, seen.held_back([_off(values, first.q)] * 2), after
+    after = seen.held_back([_off(values, now, seen.unit) for now in chosen])
+    return scale, zero_point, seen.held_back([_off(values, first.q, seen.unit)] * 2), after
 
 
 Chosen: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -351,18 +357,18 @@ class _Try:
     errors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, values: Tensor, q: QParams, inputs: Sequence[_Inputs]) -> _Try:
-        off = _off(values, q)
-        return cls(q, tuple(given.error(off, q) for given in inputs))
+    def of(cls, values: Tensor, q: QParams, seen: _Seen) -> _Try:
+        off = _off(values, q, seen.unit)
+        return cls(q, tuple(given.error(off, q) for given in seen.inputs))
 
     def chosen(self, at: int) -> Chosen:
         """Return scale, zero point and the error by inputs."""
         return self.q.scale, self.q.zero_point, self.errors[at]
 
 
-def _off(values: Tensor, q: QParams) -> Tensor:
-    """Return what values are off by once they are quantized."""
-    return values_of_integers(integers_of(values, q), q) - values.float()
+def _off(values: Tensor, q: QParams, unit: float) -> Tensor:
+    """Return what values are off by once they are quantized, in a unit."""
+    return in_unit(values_of_integers(integers_of(values, q), q) - values.float(), unit)
 
 
 def _better(one: Chosen, other: Chosen) -> Chosen:

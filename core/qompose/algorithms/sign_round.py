@@ -28,8 +28,8 @@ from qompose.algorithms.blocks import Block
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.gptq import compensated
 from qompose.algorithms.interface import Algorithm, NotChanged, Part
+from qompose.algorithms.product_inputs import times_smaller
 from qompose.algorithms.products import (
-    NOTHING,
     Operands,
     check_own_integers,
     check_own_scales,
@@ -41,7 +41,7 @@ from qompose.algorithms.products import (
     weight_of,
 )
 from qompose.errors import ConfigError, is_kind
-from qompose.observers.auto_range import FEWEST_EXAMPLES
+from qompose.observers.auto_range import FEWEST_EXAMPLES, in_unit, unit_of
 from qompose.spec.algorithm_choice import GPTQ, GPTQ_SEQUENTIAL as SEQUENTIAL, SIGN_ROUND as WORD
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -125,8 +125,8 @@ class SignRound(Algorithm):
                 if loss < best:
                     best, at = loss, step + 1
                     kept = [weight.state() for weight in weights]
-        gain = before / max(best, NOTHING)
-        if kept is None or not gain >= _NEEDED:
+        gain = times_smaller(before, best)
+        if kept is None or gain < _NEEDED:
             raise NotChanged(
                 f"the squared error of block {block.name} on held-out calibration data is reduced by "
                 f"only {gain:.4f}x; at least {_NEEDED}x is required"
@@ -252,6 +252,7 @@ class _Data:
         wanted: the outputs of each batch of this process.
         held_back: which examples are, of each batch, `(N,)`.
         order: in which batches are trained with, whoever has them: the process and its number there.
+        units: by which values of each output are multiplied before they are squared.
         power: of each output, the sum of squares of all examples that are trained with.
     """
 
@@ -259,6 +260,7 @@ class _Data:
     wanted: list[tuple[Tensor, ...]]
     held_back: list[Tensor]
     order: list[tuple[int, int]]
+    units: list[float]
     power: Tensor
 
     @classmethod
@@ -271,9 +273,10 @@ class _Data:
         if not block.outputs:
             raise NotChanged(f"no operator outside block {block.name} reads its float outputs")
         wanted = [block.wanted(batch) for batch in range(block.batches)]
-        finite = all(bool(value.isfinite().all()) for outputs in wanted for value in outputs)
-        parts = block.exchange((finite, [hashes.tolist() for hashes in block.hashes]))
-        if not all(finite for finite, _ in parts):
+        own = [float(_largest(values)) for values in zip(*wanted, strict=True)]
+        parts = block.exchange((own, [hashes.tolist() for hashes in block.hashes]))
+        largest = torch.tensor([of_rank for of_rank, _ in parts if of_rank]).amax(0)
+        if not bool(largest.isfinite().all()):
             raise NotChanged(f"the float outputs of block {block.name} have non-finite values")
         everywhere = [of_rank for _, of_rank in parts]
         different = sorted(
@@ -298,13 +301,12 @@ class _Data:
             wanted,
             [torch.isin(hashes, apart) for hashes in block.hashes],
             [(rank, number) for _, rank, number in order],
+            [*map(unit_of, largest)],
             torch.ones(len(block.outputs), dtype=torch.float64),
         )
         power = data.summed(lambda batch: data.squares(batch, None, held_back=False))
         if not bool(power.isfinite().all() & (power > 0).all()):
-            raise NotChanged(
-                f"an output of block {block.name} is all zeros, or its squares overflow"
-            )
+            raise NotChanged(f"an output of block {block.name} is all zeros")
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:
@@ -320,11 +322,15 @@ class _Data:
         return total.sum(0)
 
     def squares(self, batch: int, found: Sequence[Tensor] | None, *, held_back: bool) -> Tensor:
-        """Return sums of squares of what outputs are off by, `(outputs,)`; of themselves without `found`."""
+        """Return sums of squares of what outputs are off by, `(outputs,)`, in their units.
+
+        Without `found`, of themselves.
+        """
         chosen = self.held_back[batch] if held_back else ~self.held_back[batch]
         wanted, sums = self.wanted[batch], []
         for at, exact in enumerate(wanted):
             off = exact.float() if found is None else found[at].float() - exact.float()
+            off = in_unit(off, self.units[at])
             if len(wanted[0].shape) and off.dim() > 1 and len(off) == len(chosen):
                 off = off[chosen]
             sums.append(off.square().sum())
@@ -366,6 +372,12 @@ class _Data:
                 return None
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         return list(zip(gradients[::2], gradients[1::2], strict=True))
+
+
+def _largest(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude of an output in all batches, NaN where there is one."""
+    ends = [value.aminmax() for value in outputs if value.numel()]
+    return torch.tensor([[-float(low), float(high)] for low, high in ends] or [0.0]).amax()
 
 
 def _values(weights: Sequence[_Weight], states: Sequence[State]) -> dict[str, Tensor]:

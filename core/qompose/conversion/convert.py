@@ -117,7 +117,9 @@ def convert_pt2e(
 
     Args:
         model: a calibrated result of `prepare_pt2e`, or a trained one of `prepare_qat_pt2e`. It is left
-            unchanged. A dict converts the methods of one program, which share state and equal constants.
+            unchanged. Parameters that stay in float are the same tensors in both, and in the model that was
+            exported: writing to one in place changes it in all. Integers and scales are new. A dict converts
+            the methods of one program, which share state and equal constants.
         use_reference_representation: write out the integer arithmetic of every operator that has a
             reference, in aten operators (`qompose.conversion.reference_representation`). Such a
             model cannot be lowered.

@@ -70,7 +70,8 @@ def lower(
     operators; a warning and the report name them.
 
     Args:
-        converted: a converted model, or a dict of several that become the methods of one program.
+        converted: a converted model, or a dict of several that become the methods of one program. Tensors
+            that no kernel packs are the same in the result: writing to one in place changes both.
         target: the name of a runtime: "torch", or one that a backend brings.
         strict: raise an error if a region has no kernel.
         keep_converted: let the result hold the converted program, and so its integers beside those that

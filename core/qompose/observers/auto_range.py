@@ -69,6 +69,11 @@ class Reader:
     groups: int = 1
     transposed: bool = False
 
+    def in_unit(self) -> Reader:
+        """Return the same with its weight in a unit that keeps squares of products within float32."""
+        weight = self.weight
+        return self if weight is None else replace(self, weight=in_unit(weight, unit_of(weight)))
+
     @property
     def reads_rows(self) -> bool:
         """Tell whether it is a product that reads each row by itself, not a window of several."""
@@ -140,6 +145,30 @@ def _squared_sizes(
     product = grouped @ matrix
     by = product if gram is None else grouped
     return (product * by).sum((0, 2)).clamp(min=0.0)
+
+
+_USUAL = 16
+"""Magnitudes that are a power of two of at most so much keep squares of their products within float32."""
+
+
+def unit_of(values: Tensor) -> float:
+    """Return the power of two by which values are multiplied so that squares of products are within float32.
+
+    It is 1 where they are anyway, as for most tensors, and for zeros and what is not finite. Multiplying by
+    it rounds nothing: what is found is the same, whatever power of two a tensor is multiplied by.
+    """
+    largest = 0.0
+    if values.numel():
+        largest = float(torch.stack(values.detach().aminmax()).abs().amax())
+    if not 0 < largest < math.inf:
+        return 1.0
+    exponent = math.frexp(largest)[1]
+    return 1.0 if abs(exponent) <= _USUAL else 2.0 ** max(-126, min(126, -exponent))
+
+
+def in_unit(values: Tensor, unit: float) -> Tensor:
+    """Return values multiplied by a unit (`unit_of`): themselves where that is 1."""
+    return values if unit == 1 else values * unit
 
 
 def measured_against(sizes: Tensor, weights: Tensor) -> Tensor:
@@ -313,25 +342,27 @@ class AutoRangeObserver(OfHistogram):
 
 @dataclass(frozen=True)
 class _Trial:
-    """Rows, and what each reader makes of them."""
+    """Rows, and what each reader makes of them in their unit."""
 
     rows: Tensor
+    unit: float
     weights: Tensor
     half: Tensor
     readers: Sequence[tuple[Callable[[Tensor], Tensor], Tensor]]
 
     @classmethod
     def of(cls, sample: RowSample, readers: Sequence[Reader]) -> _Trial:
-        rows = sample.rows
+        rows, unit = sample.rows, unit_of(sample.rows)
         weights = sample.weights.to(rows.device, torch.float32)
-        measures = [r.measure(rows.device) for r in _fitting(readers, rows.shape[1])]
-        against = [measured_against(measure(rows), weights) for measure in measures]
-        seen = [*zip(measures, against, strict=True)]
-        return cls(rows, weights, sample.half.to(rows.device), seen)
+        fitting = _fitting(readers, rows.shape[1])
+        measures = [reader.in_unit().measure(rows.device) for reader in fitting]
+        sizes = (measure(in_unit(rows, unit)) for measure in measures)
+        seen = [(m, measured_against(s, weights)) for m, s in zip(measures, sizes, strict=True)]
+        return cls(rows, unit, weights, sample.half.to(rows.device), seen)
 
     def errors(self, rounded: Tensor) -> tuple[float, float]:
         """Return the error of what is chosen by, and that of what is held back."""
-        difference = rounded - self.rows
+        difference = in_unit(rounded - self.rows, self.unit)
         each = sum(measure(difference) / against for measure, against in self.readers)
         each = each * self.weights
         return float(each[~self.half].sum()), float(each[self.half].sum())
@@ -346,25 +377,27 @@ class _Background:
     """
 
     rows: Tensor
+    unit: float
     parts: Tensor
     readers: Sequence[tuple[Callable[[Tensor], Tensor], float, float]]
 
     @classmethod
     def of(cls, sample: RowSample, readers: Sequence[Reader]) -> _Background:
         rows, weights = sample.rows, sample.weights.to(sample.rows.device, torch.float32)
-        seen = []
-        for reader in readers:
-            size = float((reader.squared_sizes(rows) * weights).sum() / weights.sum())
+        unit, seen = unit_of(rows), []
+        for reader in (one.in_unit() for one in readers):
+            sizes = reader.squared_sizes(in_unit(rows, unit)) * weights
+            size = float(sizes.sum() / weights.sum())
             of_noise = reader.squared_size_of_noise(rows.shape[1])
             seen.append((reader.of_one_row().measure(rows.device), of_noise, max(size, _NOTHING)))
         often = sample.frequent
         parts = often.numbers[:, 1].to(rows.device, torch.float32) / sample.seen
-        return cls(often.rows.to(rows.device), parts, seen)
+        return cls(often.rows.to(rows.device), unit, parts, seen)
 
     def error(self, rounded: Tensor, step: float) -> float:
         """Return the mean squared error of the readers, in the sizes of what they make of all rows."""
-        difference = rounded - self.rows
-        others = max(0.0, 1.0 - float(self.parts.sum())) * step**2 / 12
+        difference = in_unit(rounded - self.rows, self.unit)
+        others = max(0.0, 1.0 - float(self.parts.sum())) * (step * self.unit) ** 2 / 12
         return sum(
             (float((measure(difference) * self.parts).sum()) + others * of_noise) / size
             for measure, of_noise, size in self.readers

@@ -41,6 +41,8 @@ from qompose.program.meta import tag, tag_of
 _STEPS = 2.0**24
 _ROOM = 2.0**62
 """What the sum of a channel may reach, in steps: the integers have 63 bits."""
+_FEWEST = 256
+"""How many steps the largest value needs to have: of smaller ones the grid would be what the means say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,8 @@ class Means:
             return "no calibration data"
         if not self.largest * _STEPS * self.count < _ROOM:
             return f"values reach {self.largest:g}, too large to be summed exactly"
+        if 0 < self.largest * _STEPS < _FEWEST:
+            return f"values reach only {self.largest:g}, too small to be summed in steps of 2**-24"
         return self.total.double() / (_STEPS * self.count)
 
     def same(self, other: Means) -> bool:

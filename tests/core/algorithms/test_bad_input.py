@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.algorithms.test_awq import FOUR
-from tests.core.algorithms.test_gptq import FOUR_BITS, data
+from tests.core.algorithms.test_gptq import AUTO, FOUR_BITS, data
 from tests.core.toy import ADD, PRODUCTS, STATIC, Model, export, prepare, seeded, toy
 
 WORDS = ["awq", "scale_search", "gptq", "gptq_sequential", SignRound(iterations=4)]
@@ -57,6 +57,28 @@ def test_dead_channels_and_fewer_rows_than_channels(word: Any) -> None:
     for x in (data(0, 64, 48) * dead, data(0, 6, 48)):
         made, refused = lines(word, x)
         assert len([*made, *refused]) == 1 and "0" in [*made, *refused][0]
+
+
+@pytest.mark.parametrize("word", ["gptq", "gptq_sequential"])
+def test_second_moments_without_full_rank_are_told(word: str) -> None:
+    """Whether anything is made of them or not; with enough rows there is nothing to tell."""
+    for rows, seed, of_use in ((6, 2, True), (6, 0, False), (192, 0, True)):
+        made, refused = lines(word, data(seed, rows, 48))
+        assert bool(made) == of_use
+        (line,) = [*made, *refused]
+        assert (f"{rows} rows for 48 channels" in line) == (rows < 48)
+
+
+def test_a_bias_correction_that_is_not_measured_says_so() -> None:
+    """Of three examples no rows are held back, and somebody asked by word."""
+    config = replace(STATIC, algorithms=("bias_correction",), weight=FOUR_BITS)
+    model = seeded(nn.Sequential(nn.Linear(48, 24))).eval()
+    for rows, unmeasured in ((3, True), (64, False)):
+        x = data(0, rows, 48) + 3
+        auto = replace(config, input_activation=AUTO)
+        prepared = prepare(export(model, x), toy(*PRODUCTS, config=auto))
+        ((line,), _) = said(qompose.calibrate(prepared, [x], progress=False))
+        assert ("not measured" in line) == unmeasured
 
 
 def test_groups_that_do_not_divide() -> None:

@@ -276,6 +276,17 @@ def test_without_a_turn_conversion_is_refused_unless_that_is_allowed() -> None:
     )
 
 
+def test_converted_models_do_not_share_what_was_learned() -> None:
+    """Writing to one in place changed all others."""
+    prepared = calibrated(net(1), SEQUENTIAL)
+    one, other = qompose.convert_pt2e(prepared), qompose.convert_pt2e(prepared)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for value in one.buffers():
+        value.fill_(3)
+    changed = [n for n, v in other.named_buffers() if not torch.equal(v, before[n])]
+    assert not changed and any(name.endswith("_q") for name, _ in one.named_buffers())
+
+
 def test_a_failure_leaves_nothing_learned() -> None:
     config = replace(MODES["weight-only"], algorithms=(Watching(stop="head"),))
     prepared = observed(net(1), config)
