@@ -85,7 +85,7 @@ _MODES: Mapping[str, Mapping[str, str]] = {
 
 
 def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[AlgorithmChoice, ...]:
-    """Return algorithms that a configuration asks for in the order in which they are asked, each once.
+    """Return algorithms that a configuration asks for in the order in which they are asked.
 
     Args:
         mode: that of the configuration.
@@ -93,7 +93,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
 
     Raises:
         ConfigError: they are not a sequence of known words and of algorithms, the configuration leaves them
-            nothing to do, or one is asked for with different options.
+            nothing to do, or one is asked for twice.
     """
     if isinstance(algorithms, str) or not isinstance(algorithms, (tuple, list)):
         raise ConfigError(
@@ -106,6 +106,11 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
         plain: AlgorithmChoice = word if _is_ours(choice) and str(choice) == word else choice
         if found.setdefault(word, plain) != plain:
             raise ConfigError(f"algorithms contains both {found[word]} and {plain}; remove one")
+    for word, times in Counter(map(word_of, algorithms)).items():
+        if times > 1:
+            raise ConfigError(
+                f"algorithms contains {found[word]} {times} times, but each is applied once; keep one"
+            )
     rounding = [str(found[word]) for word in _ROUNDING if word in found]
     if len(rounding) > 1:
         raise ConfigError(

@@ -440,13 +440,14 @@ class QuantizationConfig:
     `balance` allows channels of very different size to be scaled separately between two layers, and at the
     border to float operators (`algorithms.smooth_quant`).
 
-    `algorithms` is a tuple of names ("equalization", "smooth_quant", "awq", "scale_search", "gptq",
+    `algorithms` is a tuple or list of names ("equalization", "smooth_quant", "awq", "scale_search", "gptq",
     "gptq_sequential", "sign_round", "bias_correction", or one that an installed package offers) and
-    `qompose.algorithms.Algorithm` objects, such as `SmoothQuant(alpha=...)`. `()` applies none. With None,
-    static configurations apply what is free at run time: SmoothQuant after a layer norm and GPTQ, each where
-    it reduces the error on held-out calibration data, and bias correction of layers that have a bias. In
-    every mode, scales of weights of six bits or fewer are searched if there is calibration data, and those of
-    embedding tables always. QAT configurations apply none. The report lists what was applied.
+    `qompose.algorithms.Algorithm` objects, such as `SmoothQuant(alpha=...)`; their order does not matter.
+    `()` applies none. With None, static configurations apply what is free at run time: SmoothQuant after a
+    layer norm and GPTQ, each where it reduces the error on held-out calibration data, and bias correction of
+    layers that have a bias. In every mode, scales of weights of six bits or fewer are searched if there is
+    calibration data, and those of embedding tables always. QAT configurations apply none. The report lists
+    what was applied.
 
     `options` names rules that apply only on request (`qompose.backend.Rule.option`), for example because
     they cost accuracy; each backend has its own.
@@ -454,9 +455,9 @@ class QuantizationConfig:
     `name` appears in reports and is ignored by comparisons.
 
     Raises:
-        ConfigError: `algorithms` has an unknown name or object, or one that cannot be applied with these
-            specifications; a role is not a specification; the input is dynamic and the output is quantized;
-            `options` is not a tuple of strings.
+        ConfigError: `algorithms` has an unknown name or object, one that cannot be applied with these
+            specifications, or one twice; a role is not a specification; the input is dynamic and the output
+            is quantized; `options` is not a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None

@@ -30,6 +30,9 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
         (replace(STATIC, weight=None), ("equalization",), "equalization"),
         (STATIC, ("gptq", "sign_round"), "gptq and sign_round cannot be combined"),
         (STATIC, (GPTQ(), SequentialGPTQ()), "gptq and gptq_sequential cannot be combined"),
+        (STATIC, ("gptq", "gptq"), "gptq 2 times.*keep one"),
+        (STATIC, ["gptq", GPTQ()], "gptq 2 times.*keep one"),
+        (STATIC, (SmoothQuant(0.5),) * 3, "smooth_quant with alpha 0.5 3 times.*keep one"),
     ],
 )
 def test_what_cannot_be_asked_for(config: QuantizationConfig, algorithms: Any, named: str) -> None:
@@ -42,11 +45,13 @@ OF_STATIC = tuple(word for word in ALGORITHM_WORDS if word not in OTHERS)
 """Those that a static configuration can have together."""
 
 
-def test_order_and_repetition_do_not_matter() -> None:
-    one = replace(STATIC, algorithms=[*reversed(OF_STATIC), OF_STATIC[0]])
+def test_order_does_not_matter_nor_whether_it_is_a_list() -> None:
+    one, other = (
+        replace(STATIC, algorithms=words) for words in ([*reversed(OF_STATIC)], OF_STATIC)
+    )
     assert one.algorithms == OF_STATIC
-    assert one == replace(STATIC, algorithms=OF_STATIC)
-    assert one != STATIC
+    assert one == other and hash(one) == hash(other)
+    assert one != STATIC and replace(STATIC, algorithms=[]) == STATIC
 
 
 OWN = SmoothQuant(alpha=0.5)
