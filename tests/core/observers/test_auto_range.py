@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from tests.core.toy import (
 )
 
 
-def observed(x: Tensor, *readers: Reader, dim: int = -1) -> AutoRangeObserver:
-    observer = AutoRangeObserver(torch.uint8)
+def observed(x: Tensor, *readers: Reader, dim: int = -1, **options: Any) -> AutoRangeObserver:
+    observer = AutoRangeObserver(torch.uint8, **options)
     observer.channel_dim = dim
     if readers:
         observer.readers = readers
@@ -229,9 +230,16 @@ def test_only_for_windows_is_a_range_widened(reader: Reader) -> None:
 
 
 def test_without_an_error_of_the_background_nothing_is_better() -> None:
-    for weight, size in ((torch.zeros(6, 4, 3, 3), 1.0), (randn(6, 4, 3, 3), 3e19)):
-        x = on_background(randn(4)) * size
-        assert observed(x, Reader(weight), dim=1).choice.name == WHOLE
+    x = on_background(randn(4))
+    assert observed(x, Reader(torch.zeros(6, 4, 3, 3)), dim=1).choice.name == WHOLE
+
+
+@pytest.mark.parametrize("power", [-100, 65, 100])
+def test_magnitudes_whose_squares_float32_does_not_hold_are_as_good(power: int) -> None:
+    reader, x = Reader(randn(6, 4, 3, 3)), on_background(randn(4))
+    usual, other = (observed(x * s, reader, dim=1, eps=1e-38).choice for s in (1.0, 2.0**power))
+    assert usual.name == other.name != WHOLE
+    assert other.high == usual.high * 2.0**power and math.isclose(other.error, usual.error)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
