@@ -287,6 +287,8 @@ def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
             yield f"{name} stays in float: {program.dropped[number]}"
         elif number in program.stuck:
             yield f"{name} was not measured: {program.stuck[number]}"
+        elif not claim.specs:
+            yield f"{name} was not measured: it was quantized before this program was exported"
         elif not program.parts.get(number):
             yield f"{name} was not measured: none of its quantized tensors is read as integers"
         elif number not in program.reached:

@@ -67,7 +67,8 @@ def as_graph_module(model: object, function: str) -> GraphModule:
         done, name = ("lowered", lowered) if lowered else ("prepared", earlier[0].name)
         raise StageError(
             f"{function} expects a program without prepared or lowered parts, but {name} was "
-            f"{done} before the export; export the model that convert_pt2e returns instead"
+            f"{done} before the export; export the model that convert_pt2e returns instead, with "
+            "quantize and dequantize operators"
         )
     if isinstance(model, ExportedProgram):
         return _forgetting(unlifted(model))

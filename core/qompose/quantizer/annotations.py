@@ -197,10 +197,9 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
             is_dynamic=dynamic,
             **common,
         )
-    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
-    if factory is not None:
+    if hasattr(spec, "observer_or_fake_quant_ctr"):
         return QuantizationSpec(
-            observer_or_fake_quant_ctr=factory,
+            observer_or_fake_quant_ctr=spec.observer_or_fake_quant_ctr,
             ch_axis=getattr(spec, "ch_axis", None),
             is_dynamic=dynamic,
             **common,

@@ -187,8 +187,8 @@ def restrict(
         raise UserError(
             f"{adapted.name} is a composition; restrict its members before composing them"
         )
-    left = _settings("exclude", exclude)
-    wanted = None if only is None else _settings("only", only)
+    left = _settings(adapted.name, "exclude", exclude)
+    wanted = None if only is None else _settings(adapted.name, "only", only)
     if not isinstance(adapted, Restricted):
         return Restricted(adapted, left, wanted)
     if wanted is not None and adapted.only is not None:
@@ -197,7 +197,12 @@ def restrict(
     return Restricted(adapted.member, (*adapted.excluded, *left), both)
 
 
-def _settings(argument: str, entries: object) -> tuple[Setting, ...]:
+def _settings(name: str, argument: str, entries: object) -> tuple[Setting, ...]:
     if isinstance(entries, (str, re.Pattern)) or not isinstance(entries, Iterable):
-        raise SelectorError(f"{argument}= must be a list of selectors, got {entries!r}")
-    return tuple(setting_of(entry, None) for entry in entries)
+        raise SelectorError(
+            f"restrict({name}): {argument}= must be a list of selectors, got {entries!r}"
+        )
+    try:
+        return tuple(setting_of(entry, None) for entry in entries)
+    except SelectorError as error:
+        raise SelectorError(f"restrict({name}), {argument}=: {error}") from None

@@ -215,6 +215,11 @@ class QuantizationSpec(QuantizationSpecBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not callable(self.observer_or_fake_quant_ctr):
+            raise ConfigError(
+                "observer_or_fake_quant_ctr must be a class or function that makes observers, got "
+                f"{self.observer_or_fake_quant_ctr!r}"
+            )
         if converts_itself(self.observer_or_fake_quant_ctr):  # it alone knows what the bounds mean
             _fill_axis(self, self.observer_or_fake_quant_ctr)
             return

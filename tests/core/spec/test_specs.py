@@ -56,6 +56,7 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (1, 
         (FACTS, {"dtype": None}, "torch.int8"),
         (FACTS, {"dtype": "int8"}, "torch.int8"), (FACTS, {"dtype": torch.int64}, "dtype"),
         (FACTS, {"dtype": torch.int4, "quant_min": -8, "quant_max": 7}, "int8"),
+        (FACTS, {"observer_or_fake_quant_ctr": None}, "observer"),
         (DYNAMIC_SYMMETRIC, {"quant_max": 127}, ""),  # a range without a middle
         (IN_BLOCKS, {"block_size": ()}, "block_size"), (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
         (IN_BLOCKS, {"block_size": (0,)}, "block_size"), (IN_BLOCKS, {"block_size": (4, -2)}, "block_size"),

@@ -47,7 +47,7 @@ def adapt(quantizer: Any) -> Quantizer:
         kind = type(quantizer)
         remedy = ""
         if isinstance(quantizer, (nn.Module, ExportedProgram)):
-            remedy = "; pass the program first, then the quantizer"
+            remedy = "; stages take the program first, then the quantizer"
         elif isinstance(quantizer, (str, list, tuple)):
             remedy = "; create one from names and members with qompose.compose"
         elif isinstance(quantizer, Backend):
