@@ -81,7 +81,7 @@ _ROWS_PER_CHANNEL = 64
 """How many rows, for each channel, tell the ranges of integers between two layers.
 
 With 256 rows of 64 channels, factors that had half the error on images like those of calibration cost a
-network of convolutions 0.5 dB on photographs, and 2.2 with unsigned activations.
+network of convolutions 0.5 dB on photographs with one backend, and 2.2 with another.
 """
 
 
