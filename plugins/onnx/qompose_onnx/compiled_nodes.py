@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 EIGHT_BITS: Final = ("u8", "i8")
@@ -21,6 +22,17 @@ def facts_of(node: Any) -> Facts:
     facts = node.get_rt_info()
     names = ("layerType", "runtimePrecision", "originalLayersNames")
     return Facts(*(facts[name].astype(str) if name in facts else "" for name in names))
+
+
+def origins_among(names: str, origins: Mapping[str, str]) -> list[str]:
+    """Return the program's nodes that a node is executed for, each once.
+
+    Args:
+        names: as in `Facts`.
+        origins: by the name of a node in the file, that of the program's node.
+    """
+    found = (origins.get(name.partition("/")[0]) for name in names.split(","))
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def reads_integers(node: Any) -> bool:

@@ -69,9 +69,8 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
             )
         except Exception as error:  # passes of onnxscript have errors of their own
             raise ONNXTargetError(why_not_exported(error, program)) from error
-        assert (
-            made is not None and made.exported_program is not None
-        )  # without a file, it is returned
+        # It is returned, since it goes to no file.
+        assert made is not None and made.exported_program is not None
         _check_writes(made.exported_program)
         for place, value in constants.items():
             made.exported_program.graph_signature.output_specs[place].arg.value = value

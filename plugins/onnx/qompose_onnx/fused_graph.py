@@ -13,9 +13,9 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from qompose_onnx.compiled_nodes import EIGHT_BITS, facts_of, reads_integers
+from qompose_onnx import openvino_defects
+from qompose_onnx.compiled_nodes import EIGHT_BITS, facts_of, origins_among, reads_integers
 from qompose_onnx.names import ONNXRUNTIME, OPENVINO, WEIGHT_ONLY
-from qompose_onnx.openvino_defects import check_compiled
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
 FUSED: Final = frozenset(
@@ -114,13 +114,13 @@ def in_openvino(path: Path, origins: Mapping[str, str]) -> tuple[Session, Execut
         kind, precision, names = facts_of(node)
         if kind in _NO_WORK:
             continue
-        check_compiled(node, origins)
+        openvino_defects.check(node, origins)
         counts[f"{kind} {precision}"] += 1
         reads = precision in EIGHT_BITS
         if kind == _PRODUCT and precision in _COMPRESSED and not reads_integers(node):
             kind, reads = f"{kind}{COMPRESSED}", False
-        for origin in {origins.get(name.partition("/")[0]) for name in names.split(",")} - {None}:
-            found.setdefault(str(origin), []).append((kind, reads))
+        for origin in origins_among(names, origins):
+            found.setdefault(origin, []).append((kind, reads))
     return session, Executed(found, counts)
 
 

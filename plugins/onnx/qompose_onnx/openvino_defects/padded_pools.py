@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.initializers import added_constant, graph_of
-from qompose_onnx.openvino_defects.behind import cut_behind
+from qompose_onnx.openvino_defects.inserting import cut_behind
 
 ALMOST_ZERO: Final = 1e-30
 """What is padded: OpenVINO puts a Pad of 0 back into the pool."""

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qompose_onnx.initializers import added_constant
-from qompose_onnx.openvino_defects.behind import cut_behind
+from qompose_onnx.openvino_defects.inserting import cut_behind
 
 
 def settle(model: ir.Model) -> bool:

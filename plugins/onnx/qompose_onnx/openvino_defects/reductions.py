@@ -11,7 +11,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from qompose_onnx.openvino_defects.behind import put_behind
+from qompose_onnx.openvino_defects.inserting import put_behind
 
 REDUCTIONS: Final = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 """Those that OpenVINO moves scales behind."""

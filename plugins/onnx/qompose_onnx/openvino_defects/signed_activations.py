@@ -29,7 +29,7 @@ def settle(model: ir.Model) -> bool:
 def _signed(model: ir.Model) -> Iterator[ir.Node]:
     """Yield what quantizes activations to int8: weights stay signed, as OpenVINO wants them.
 
-    Of computed zero points the files here have those of uint8 alone.
+    Zero points that are computed are left alone: in these files they are of uint8.
     """
     fixed = _constants(model)
     for node in model.graph.all_nodes():

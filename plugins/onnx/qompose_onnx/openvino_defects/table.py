@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of OpenVINO's defects, and what rewrites a model around them."""
+"""The table of OpenVINO's defects, what rewrites a model around them, and what refuses one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import onnx_ir as ir
 
-from qompose_onnx.openvino_defects import padded_pools, pads, reductions, signed_activations
+from qompose_onnx.openvino_defects import (
+    padded_pools,
+    pads,
+    reductions,
+    signed_activations,
+    sized_convolutions,
+)
 
 _TESTS: Final = "tests/onnx/openvino_defects"
 
@@ -26,7 +32,8 @@ class Defect:
         seen: the version of OpenVINO, the last in which it was seen.
         tests: the file, in the repository, that compares OpenVINO with the converted model. In that version
             they fail without the way around.
-        settle: rewrites a model in place and tells whether it had to; None: only the compiled graph tells.
+        settle: rewrites a model in place and tells whether it had to.
+        check: raises an error at a node of the compiled graph that shows it, where nothing else does.
     """
 
     name: str
@@ -35,6 +42,7 @@ class Defect:
     seen: str
     tests: str
     settle: Callable[[ir.Model], bool] | None = None
+    check: Callable[[Any, Mapping[str, str]], None] | None = None
 
 
 DEFECTS: Final = (
@@ -77,6 +85,7 @@ DEFECTS: Final = (
         "refused",
         "2026.4",
         f"{_TESTS}/test_sized_convolutions.py",
+        check=sized_convolutions.check,
     ),
 )
 """In the order in which they are settled: a pool may get a Pad of one dimension."""
@@ -90,6 +99,20 @@ def settle(model: ir.Model) -> bool:
     """
     settled = [each.settle(model) for each in DEFECTS if each.settle is not None]
     return any(settled)
+
+
+def check(node: Any, origins: Mapping[str, str]) -> None:
+    """Look for all that is known at a node of a graph that OpenVINO compiled.
+
+    Args:
+        origins: by the name of a node in the file, that of the program's node.
+
+    Raises:
+        ONNXTargetError: OpenVINO would compute wrong numbers.
+    """
+    for each in DEFECTS:
+        if each.check is not None:
+            each.check(node, origins)
 
 
 def settle_file(path: Path) -> None:
