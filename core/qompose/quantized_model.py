@@ -13,7 +13,7 @@ from inspect import signature
 from os import PathLike
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import QuantizerLike, as_composition
 from qompose.reporting.build_report import report
 from qompose.reporting.report_data import Report
+from qompose.spec.qparams import AllowUncalibrated
 from qompose.storage.artifact import save, task_of
 from qompose.storage.pt2_archive import export_pt2
 
@@ -217,7 +218,7 @@ def quantize(
     progress: bool | None = None,
     strict: bool = False,
     fold_batch_norms: bool = False,
-    allow_uncalibrated: bool | Literal["unit_scale"] = False,
+    allow_uncalibrated: AllowUncalibrated = False,
 ) -> QuantizedModel:
     """Export, prepare, calibrate, convert and lower a model in one call.
 

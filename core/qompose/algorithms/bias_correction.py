@@ -36,7 +36,7 @@ from qompose.algorithms.products import (
     weight_group,
 )
 from qompose.program.aliasing import written_buffers
-from qompose.program.control_flow import count_readers, graphs_in
+from qompose.program.control_flow import count_readers
 from qompose.program.graph import address_of, constant_of, value_of
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
 from qompose.spec.claim import Claim
@@ -74,7 +74,7 @@ class _Correction:
     def __init__(self, found: Calibrated) -> None:
         self._found, self._factors, model = found, found.factors, found.model
         self._readers = count_readers(model)
-        self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
+        self._written = written_buffers(model.graph)
 
     def of(self, product: Operands) -> tuple[str, Tensor, str]:
         """Return the name of a product's bias, the corrected bias, and how much the correction is.

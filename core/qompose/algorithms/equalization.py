@@ -33,7 +33,7 @@ from qompose.algorithms.products import Product, product_node, product_of, times
 from qompose.plan.plan import Rewrite
 from qompose.program.aliasing import written_buffers
 from qompose.program.batch_norm_folding import FOLDABLE
-from qompose.program.control_flow import count_readers, graphs_in, nodes_in
+from qompose.program.control_flow import count_readers, nodes_in
 from qompose.program.graph import (
     arguments_of,
     constant_of,
@@ -170,7 +170,7 @@ def _products(
 ) -> tuple[dict[Node, Product], dict[Node, str]]:
     """Return the products of claims whose parameters may be changed, and why others' must not be."""
     readers = count_readers(model)
-    written = frozenset(path for part in graphs_in(model) for path in written_buffers(part.graph))
+    written = written_buffers(model.graph)
     products: dict[Node, Product] = {}
     reasons: dict[Node, str] = {}
     for claim in claims:

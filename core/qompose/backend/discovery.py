@@ -343,14 +343,21 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
         return (
             f"qompose_backend returned {type(backend).__qualname__}, not a qompose.backend.Backend"
         )
-    # A backend of another interface may have anything else in its tables.
-    fault = version_fault(backend.api_version, info.distribution)
+    fault = backend_fault(backend, info.distribution)
     if fault is None and backend.name != info.name:
         return f"its backend is named {backend.name!r}, but its entry point is named {info.name!r}"
-    return fault or table_fault(backend)
+    return fault
 
 
-def version_fault(written_for: Any, package: str) -> str | None:
+def backend_fault(backend: Backend, package: str) -> str | None:
+    """Return what is wrong with a backend of a package, None where nothing is.
+
+    One of another interface may have anything in its tables.
+    """
+    return _version_fault(backend.api_version, package) or _table_fault(backend)
+
+
+def _version_fault(written_for: Any, package: str) -> str | None:
     """Return who must upgrade where a backend of a package is of another interface, None where it is not."""
     here = API_VERSION
     if written_for == here:
@@ -368,7 +375,7 @@ def version_fault(written_for: Any, package: str) -> str | None:
     )
 
 
-def table_fault(backend: Backend) -> str | None:
+def _table_fault(backend: Backend) -> str | None:
     """Return what is wrong with the types of a backend's tables, None where nothing is."""
     from torch._ops import OpOverload
 
@@ -386,8 +393,8 @@ def table_fault(backend: Backend) -> str | None:
         ("targets", backend.targets, Target, "qompose.backend.Target"),
     )
     for name, table, kind, expected in tables:
-        for fault in _sequence_faults(name, table, expected):
-            return fault
+        if wrong := _sequence_fault(name, table, expected):
+            return wrong
         for entry in table:
             if not isinstance(entry, kind):
                 return f"{name} must contain only {expected} objects, got {brief(entry)}"
@@ -417,22 +424,23 @@ def _field_faults(name: object, rewrites: Any, configs: object) -> Iterator[str]
     from qompose.program.rewrites import unknown_rewrite
 
     if not isinstance(name, str) or not name:
-        yield f"name must be a string that is not empty, got {name!r}"
-    for fault in _sequence_faults("rewrites", rewrites, "names"):
+        yield f"name must be a non-empty string, got {name!r}"
+    if fault := _sequence_fault("rewrites", rewrites, "names"):
         yield fault
         return
-    for fault in filter(None, map(unknown_rewrite, rewrites)):
-        yield f"rewrites has an {fault}"
+    for unknown in filter(None, map(unknown_rewrite, rewrites)):
+        yield f"rewrites has an {unknown}"
     if not isinstance(configs, Mapping):
         yield f"configs must be a dict by name, got {brief(configs)}"
 
 
-def _sequence_faults(name: str, given: object, expected: str) -> Iterator[str]:
-    """Yield why a table is none that has an order and can be read again."""
-    if not isinstance(given, (tuple, list)):
-        several = isinstance(given, Iterable) and not isinstance(given, str)
-        remedy = f": write {name} = tuple(...)" if several else ""
-        yield f"{name} must be a tuple of {expected}, got {brief(given)}{remedy}"
+def _sequence_fault(name: str, given: object, expected: str) -> str | None:
+    """Return why a table is none that has an order and can be read again; None if it is one."""
+    if isinstance(given, (tuple, list)):
+        return None
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    remedy = f": write {name} = tuple(...)" if several else ""
+    return f"{name} must be a tuple of {expected}, got {brief(given)}{remedy}"
 
 
 def check_backend(info: BackendInfo) -> Health:

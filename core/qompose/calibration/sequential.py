@@ -30,7 +30,7 @@ from qompose.algorithms.blocks import (
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import UNREPORTED, Algorithm, Algorithms, NotChanged, Part
 from qompose.algorithms.products import Operands, noted, operands_of, product_node, weight_group
-from qompose.conversion.convert import draft_of
+from qompose.conversion.convert import quantized_draft
 from qompose.errors import CalibrationError, first_of
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
@@ -169,7 +169,7 @@ def learn(
             f"({', '.join(written)}), so the result for a batch depends on earlier batches. "
             f"Remove {words} from algorithms="
         )
-    found, draft = draft_of(prepared)
+    found, draft = quantized_draft(prepared)
     said, algorithms = len(found.refused), algorithms_of(plan.claims)
     exact, quantized = batches.take()
     sides = PartlyRun(prepared, exact), PartlyRun(draft, quantized)

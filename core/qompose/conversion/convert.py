@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors, commit_factors
-from qompose.conversion.qparams_solver import UNIT_SCALE, Observed, Solution, solve
+from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
 from qompose.errors import ConfigError
 from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer
@@ -78,7 +78,7 @@ from qompose.spec.qdq import (
     read_buffer,
     static_pair,
 )
-from qompose.spec.qparams import CASTS, DEFAULT_EPS, along
+from qompose.spec.qparams import CASTS, DEFAULT_EPS, UNIT_SCALE, AllowUncalibrated, along
 from qompose.training.qat_conv_bn import deployment_form
 from qompose.training.train_eval import is_trained
 
@@ -90,7 +90,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool | Literal["unit_scale"] = False,
+    allow_uncalibrated: AllowUncalibrated = False,
 ) -> GraphModule: ...
 
 
@@ -101,7 +101,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool | Literal["unit_scale"] = False,
+    allow_uncalibrated: AllowUncalibrated = False,
 ) -> dict[str, GraphModule]: ...
 
 
@@ -111,7 +111,7 @@ def convert_pt2e(
     fold_quantize: bool = True,
     *,
     inplace: bool = False,
-    allow_uncalibrated: bool | Literal["unit_scale"] = False,
+    allow_uncalibrated: AllowUncalibrated = False,
 ) -> GraphModule | dict[str, GraphModule]:
     """Replace observers with quantize and dequantize operators, and parameters with integers.
 
@@ -130,8 +130,8 @@ def convert_pt2e(
         allow_uncalibrated: leave regions whose observers saw no data in float instead of raising. With
             "unit_scale" they are quantized with a scale of 1, to look at graphs, kernels and times before
             there is data: a `QomposeWarning` and the report name the tensors, and what the model computes
-            means nothing. In float stay what has a scale for each of an open number of channels, and
-            observers of other packages that replace their own nodes.
+            means nothing. Tensors stay in float if they have a scale per channel and their number of
+            channels is open, or if their observer, of another package, replaces its own nodes.
 
     Raises:
         StageError: the model was not prepared.
@@ -157,7 +157,7 @@ def _converted(
     reference: bool,
     fold_quantize: bool,
     inplace: bool,
-    allow_uncalibrated: bool | Literal["unit_scale"],
+    allow_uncalibrated: AllowUncalibrated,
 ) -> GraphModule:
     record = record_of(
         model,
@@ -184,7 +184,7 @@ def _converted(
     return replace_in_place(model, converted) if inplace else converted
 
 
-def draft_of(prepared: GraphModule) -> tuple[Calibrated, GraphModule]:
+def quantized_draft(prepared: GraphModule) -> tuple[Calibrated, GraphModule]:
     """Return a calibrated program as algorithms find it, and what conversion would make of it by now.
 
     That one quantizes its parameters whenever it runs, and shares them with the prepared program, which is

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,9 @@ from qompose.program.graph import constant_of, module_path, value_of
 from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
 from qompose.spec.claim import Point
 from qompose.spec.qdq import Absorbed, QParams
-from qompose.spec.qparams import CASTS, FLOAT_ZERO_POINT, Bounds
+from qompose.spec.qparams import CASTS, FLOAT_ZERO_POINT, UNIT_SCALE, AllowUncalibrated, Bounds
 from qompose.spec.quantization_spec import QuantizationSpec, converts_itself
 
-UNIT_SCALE: Literal["unit_scale"] = "unit_scale"
 """The `allow_uncalibrated` that gives tensors without data a scale of 1."""
 
 
@@ -124,7 +123,7 @@ def solve(
     model: GraphModule,
     plan: Plan,
     *,
-    allow_uncalibrated: bool | Literal["unit_scale"],
+    allow_uncalibrated: AllowUncalibrated,
     unlearned: bool = False,
 ) -> Solution:
     """Return the quantization parameters of a prepared model, which is left as it is.
@@ -189,7 +188,7 @@ class QParamsSolver:
                 self.plan.groups[number], f"the observer of {self.describe(number)} was removed"
             )
 
-    def solve(self, *, allow_uncalibrated: bool | Literal["unit_scale"]) -> Solution:
+    def solve(self, *, allow_uncalibrated: AllowUncalibrated) -> Solution:
         """Return what the statistics give."""
         self._observe_constants()
         self._drop_masked()
@@ -370,7 +369,7 @@ class QParamsSolver:
     def _drop(self, group: Group, reason: str) -> None:
         self.dropped.update(dict.fromkeys(group.claims, reason))
 
-    def _check_calibrated(self, allow_uncalibrated: bool | Literal["unit_scale"]) -> None:
+    def _check_calibrated(self, allow_uncalibrated: AllowUncalibrated) -> None:
         missing = [
             number
             for number in range(len(self.plan.groups))

@@ -323,9 +323,27 @@ def unfoldable_norms(module: GraphModule, found: Iterable[Candidate]) -> list[Ca
     return [
         Candidate(FOLD_BATCH_NORM, (node.name,), _obstacle_of_norm(node))
         for node in nodes_in(module)
-        if "batch_norm" in str(node.target) and node.op == "call_function"
+        if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _NORMS
         if node.name not in known
     ]
+
+
+_NORMS = frozenset(
+    {
+        aten.batch_norm,
+        aten.native_batch_norm,
+        aten._native_batch_norm_legit,
+        aten._native_batch_norm_legit_functional,
+        aten._native_batch_norm_legit_no_training,
+        aten._batch_norm_with_update,
+        aten._batch_norm_with_update_functional,
+        aten._batch_norm_no_update,
+        aten._batch_norm_impl_index,
+        aten.cudnn_batch_norm,
+        aten.miopen_batch_norm,
+    }
+)
+"""The operator that is exported, and those that decompositions make of it."""
 
 
 def _obstacle_of_norm(norm: Node) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from qompose.backend.capabilities import Capabilities, capability_rows
-from qompose.backend.discovery import table_fault, version_fault
+from qompose.backend.discovery import backend_fault
 from qompose.backend.interface import Backend
 from qompose.backend.rule import Rule
 from qompose.errors import ConfigError, SelectorError, UserError, near_names
@@ -82,8 +82,7 @@ class RuleQuantizer(Quantizer):
         super().__init__()
         if not isinstance(backend, Backend):
             raise ConfigError(f"RuleQuantizer expects a Backend, got {backend!r}{_remedy(backend)}")
-        fault = version_fault(backend.api_version, "the package of the backend")
-        fault = fault or table_fault(backend)
+        fault = backend_fault(backend, "the package of the backend")
         if fault is not None:
             raise ConfigError(f"backend {backend.name}: {fault}")
         self.backend = backend

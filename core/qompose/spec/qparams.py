@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 Their zero point is 0 in every scheme: around another number the integers would be rounded away.
 """
+UNIT_SCALE: Literal["unit_scale"] = "unit_scale"
+AllowUncalibrated: TypeAlias = bool | Literal["unit_scale"]
+"""Whether tensors that saw no data stay in float, or get a scale of 1 (`UNIT_SCALE`); False: an error."""
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """Least scale, in units of the float tensor: torch's own.
 
