@@ -431,7 +431,7 @@ def _call_fault(target: Any, args: tuple[Any, ...]) -> str:
 
 
 def _misfits(declared: Sequence[Any], args: Sequence[Any]) -> Iterator[str]:
-    """Yield which arguments are vectors where a schema has numbers, or nothing where it has tensors."""
+    """Yield the arguments that are vectors where a schema wants numbers, or no tensors where it wants one."""
     for argument, value in zip(declared, args, strict=False):
         kind, tensor = str(argument.type), value_of(value) if isinstance(value, Node) else None
         sizes = tensor.shape if isinstance(tensor, Tensor) else ()

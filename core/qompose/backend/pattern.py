@@ -342,8 +342,8 @@ def _named_faults(operators: Any, parameters: Iterable[str]) -> Iterator[str]:
             yield _not_an_overload(entry[1])
         elif entry[0] in names:
             yield (
-                f"an operator and another one or a parameter are named {entry[0]!r}; give each a name "
-                "of its own"
+                f"the name {entry[0]!r} of an operator is taken by another operator or a parameter; give "
+                "each a name of its own"
             )
         else:
             names.add(entry[0])

@@ -478,7 +478,7 @@ _KINDS: Mapping[str, Kind] = {
 def _kind_faults(rule: Any) -> Iterator[str]:
     """Yield the fields that have values of the wrong type."""
     if not isinstance(rule.name, str) or not rule.name:
-        yield f"name must be a string that is not empty, got {rule.name!r}"
+        yield f"name must be a non-empty string, got {rule.name!r}"
     yield from kind_faults(rule, _KINDS)
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
         yield f"patterns must be a tuple of patterns, got {brief(rule.patterns)}"
@@ -491,7 +491,7 @@ def _kind_faults(rule: Any) -> Iterator[str]:
     if isinstance(rule.modes, str):
         yield f"modes must be a set of modes, got the string {rule.modes!r}; write {{{rule.modes!r}}}"
     elif not isinstance(rule.modes, Collection) or not rule.modes:
-        yield f"modes must be a set of modes that is not empty, got {rule.modes!r}"
+        yield f"modes must be a non-empty set of modes, got {rule.modes!r}"
     if isinstance(rule.activations, str):
         yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     channels = rule.channels
@@ -600,4 +600,4 @@ def _contradictions(rule: Rule) -> Iterator[str]:
         if len(several) > 1:
             yield f"{' and '.join(several)} both name {name!r}; keep it in one of them"
     if rule.shares and "output" in rule.own:
-        yield "own['output'] cannot be where shares=True; leave one of them out"
+        yield "own['output'] cannot be set with shares=True; leave one of them out"

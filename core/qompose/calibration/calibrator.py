@@ -111,7 +111,8 @@ def calibrate(
         progress: whether to show a progress bar; None shows it on a terminal.
         resume: a file in which statistics are saved on the way (`Statistics.save`). A calibration that
             was stopped continues after the batches in it, which must come in the same order. Where the
-            program writes to inputs or buffers, such as a cache, those are run again for what they write.
+            program writes to inputs or buffers, such as a cache, the batches before are run again, since
+            later ones read what they wrote.
         sharded: each process was given its own batches.
         timeout: seconds after which a process that does not answer is an error.
 

@@ -163,9 +163,8 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    restore_written(
-        model, record.state
-    )  # the converted model and the lowered one have state of their own
+    # The converted model and the lowered one have state of their own.
+    restore_written(model, record.state)
     mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left

@@ -139,7 +139,7 @@ def isolate(exported: GraphModule) -> dict[str, Tensor]:
 
 
 def restore_written(model: GraphModule, state: Mapping[str, Tensor]) -> None:
-    """Give buffers that the program writes to their exported values, in copies of the model's own.
+    """Give buffers that the program writes to the values of `state`, in copies of the model's own.
 
     So neither the caller's model nor a converted one keeps what calibration wrote. A buffer that conversion
     made a quantized constant of, where only another method writes to it, is not brought back.

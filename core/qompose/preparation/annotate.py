@@ -146,7 +146,7 @@ _TRAINED = (
 
 
 def _refusals(refused: Sequence[Candidate], taken: Iterable[Claim]) -> dict[str, list[str]]:
-    """Return by rewrite a line for each reason why it was not made, of operators nobody claims without."""
+    """Return, by rewrite, a line for each reason why it was not made; not of operators claimed without it."""
     claimed = {name for claim in taken for name in claim.nodes}
     places: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for candidate in refused:

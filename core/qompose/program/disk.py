@@ -470,10 +470,10 @@ def kept(name: str, job: Job) -> Made:
 
 
 class Pages:
-    """A temporary file without a name that tensors move to; one for all, since a process may open few.
+    """A nameless temporary file that tensors move to. All share one, since a process may open only so many.
 
-    The system takes their pages back when it needs memory. Writing to a tensor changes memory, not the file.
-    The file goes with the last of them.
+    When memory is short the system drops their pages, which it can read again. Writing to a tensor changes
+    memory, not the file. The file is gone once the last of them is.
 
     Args:
         sizes: in bytes, of each tensor. Nothing is written before one comes.

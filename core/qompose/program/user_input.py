@@ -443,8 +443,8 @@ def keeper(program: GraphModule) -> Callable[..., Any]:
 class KeptBatches:
     """Runs a program as `sparing` does, and keeps what it reads, in memory of its own.
 
-    Of a cache that goes from batch to batch that is what the batches before have made of it: all have to be
-    run here, or `keep` has the first contents.
+    A cache that goes from batch to batch is kept as earlier batches left it, so each batch must be run:
+    `keep` alone writes nothing to it.
     """
 
     def __init__(self, program: GraphModule) -> None:

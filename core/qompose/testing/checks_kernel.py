@@ -275,7 +275,7 @@ def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
     except ContractError as failure:
         cause = failure.__cause__
         if isinstance(cause, UserError) and not isinstance(cause, ConfigError):
-            return  # the target refuses it, with a reason; the other blames the kernel
+            return  # the target refuses it, with a reason; a ConfigError blames the kernel
         raise
     if any(
         r.state != KERNEL and r.reason for r in report(lowered).rows if r.owner == trial.terms.label
