@@ -31,7 +31,7 @@ Their zero point is 0 in every scheme: around another number the integers would 
 """
 UNIT_SCALE: Literal["unit_scale"] = "unit_scale"
 AllowUncalibrated: TypeAlias = bool | Literal["unit_scale"]
-"""Whether tensors that saw no data stay in float, or get a scale of 1 (`UNIT_SCALE`); False: an error."""
+"""Whether tensors that saw no data stay in float, or get a scale of 1 (`"unit_scale"`); False: an error."""
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """Least scale, in units of the float tensor: torch's own.
 
