@@ -462,7 +462,8 @@ class QuantizationConfig:
     Raises:
         ConfigError: `algorithms` has an unknown name or object, one that cannot be applied with these
             specifications, or one twice; a role is not a specification; the input is dynamic and the output
-            is quantized; `options` is not a tuple of strings.
+            static (a dynamic one, as torchao's own configurations have it, becomes None); `options` is not
+            a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -483,10 +484,12 @@ class QuantizationConfig:
                     f"{role} must be a quantization specification or None, got {spec!r}"
                 )
         if getattr(self.input_activation, "is_dynamic", False) and self.output_activation:
-            raise ConfigError(
-                "output_activation must be None where input_activation is dynamic, since operators give "
-                f"floats then, got {self.output_activation!r}"
-            )
+            if not getattr(self.output_activation, "is_dynamic", False):
+                raise ConfigError(
+                    "output_activation must be None where input_activation is dynamic, since operators "
+                    f"give floats then, got {self.output_activation!r}"
+                )
+            object.__setattr__(self, "output_activation", None)
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")

@@ -173,12 +173,12 @@ def test_what_converts_itself_shares_with_its_like_alone() -> None:
 
 
 def test_outputs_of_dynamic_configurations_are_float() -> None:
-    """Conversion asked for calibration, which would not have helped."""
+    """Conversion asked data for static ones. Dynamic ones are written in this field, and mean none."""
     dynamic = replace(INT8, is_dynamic=True)
-    QuantizationConfig(dynamic, None, INT8)
-    for output in (INT8, dynamic):
-        with pytest.raises(ConfigError, match="output_activation"):
-            QuantizationConfig(dynamic, output, INT8)
+    plain = QuantizationConfig(dynamic, None, INT8)
+    assert QuantizationConfig(dynamic, dynamic, INT8) == plain
+    with pytest.raises(ConfigError, match="output_activation"):
+        QuantizationConfig(dynamic, INT8, INT8)
 
 
 def test_configurations_compare_without_their_names() -> None:
