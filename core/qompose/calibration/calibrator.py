@@ -189,6 +189,8 @@ def _calibrated(
                 done.append(number)
                 bar.update(task, completed=number)
         if held is not None:
+            if start and done:
+                set_learned(prepared, None)  # the file has what was learned of fewer batches
             with _failing_together(ranks):
                 # With several, it would have what all saw, which a resumed run counts once for each.
                 alone = None if ranks.several else kept
@@ -277,6 +279,7 @@ def _ran(
         again, undo = run, _undo(prepared)
         for path, value in prepared.meta[BEGAN_KEY].items():
             get_attribute(prepared, path).copy_(value)  # in place, as methods share it
+    number = 0
     for number, batch in batches:
         if number <= start:
             if again is not None:
@@ -289,6 +292,11 @@ def _ran(
         if kept is not None:
             kept.note(prepared, number)
     undo()
+    if number < start and kept is not None:
+        raise CalibrationError(
+            f"{kept.path} has statistics of {start} batches, but calibrate got {number}. Pass all batches "
+            "of the run that is resumed, or another file"
+        )
     if kept is not None:
         kept.write(prepared)  # what this process saw alone
 

@@ -208,6 +208,15 @@ class TestStatistics:
         one, other = (qompose.convert_pt2e(m).state_dict() for m in (first, second))
         assert all(torch.equal(one[k], other[k]) for k in one)
 
+    def test_more_batches_are_learned_of_with_those_before(self, tmp_path: Path) -> None:
+        path = tmp_path / "seen.safetensors"
+        calibrated(net(1), SEQUENTIAL, limit=2, resume=path)
+        more = calibrated(net(1), SEQUENTIAL, resume=path)
+        one, other = (qompose.convert_pt2e(m).state_dict() for m in (more, learned()[0]))
+        assert all(torch.equal(one[k], other[k]) for k in one)
+        with pytest.raises(CalibrationError, match="batches"):
+            calibrated(net(1), SEQUENTIAL, limit=2, resume=path)
+
     def test_parts_that_were_merged_lack_it(self) -> None:
         _, seen = learned()
         with pytest.raises(StatisticsError, match="algorithm must learn"):
