@@ -518,7 +518,7 @@ def _sample(observer: Any, dim: int) -> RowSample:
         raise NotKnown("no rows of its input were sampled")
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
         raise NotChanged(
-            f"calibration saw {sample.examples} distinct examples of its input; at least "
+            f"its input had too few distinct examples in calibration, {sample.examples}; at least "
             f"{FEWEST_EXAMPLES} are required, some to learn from and some to hold out"
         )
     return sample

@@ -284,7 +284,7 @@ class _Data:
         )
         if len(different) < FEWEST_EXAMPLES:
             raise NotChanged(
-                f"calibration saw {len(different)} distinct examples; at least {FEWEST_EXAMPLES} "
+                f"too few distinct examples in calibration, {len(different)}; at least {FEWEST_EXAMPLES} "
                 "are required"
             )
         apart = torch.tensor(different[::_HELD_BACK])
