@@ -486,7 +486,7 @@ def _own(side: PartlyRun, batch: int, product: Node) -> Any:
 
 
 def _in_rows(value: Tensor) -> Tensor:
-    return value.reshape(len(value), 1, -1) if value.dim() > 1 else value.reshape(1, 1, -1)
+    return value.flatten(1).unsqueeze(1) if value.dim() > 1 else value.reshape(1, 1, -1)
 
 
 def weight_values(side: PartlyRun, product: str, values: Tensor) -> dict[Node, Any]:

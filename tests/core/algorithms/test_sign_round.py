@@ -125,6 +125,23 @@ def test_odd_data_is_a_line(batch: Tensor, reason: str) -> None:
     assert made == [] and len(refused) == 1 and reason in refused[0]
 
 
+@pytest.mark.parametrize("shape", [(48,), (3, 48)])
+def test_a_batch_without_rows_changes_nothing(shape: tuple[int, ...]) -> None:
+    model = seeded(nn.Linear(48, 16))
+    config = with_algorithms(replace(WEIGHTS, weight=MODELS["linear"][2]), FEW)
+    seen = [data(number, 32, *shape) for number in range(2)]
+    program = torch.export.export(model, (seen[0],), dynamic_shapes=({0: torch.export.Dim("n")},))
+    one, other = (
+        qompose.convert_pt2e(
+            qompose.calibrate(prepare(program, toy(*PRODUCTS, config=config)), batches)
+        )
+        for batches in (seen, [seen[0], seen[0][:0], seen[1]])
+    )
+    assert len(lines(other, "sign_round")[0]) == 1
+    for key, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key])
+
+
 def test_a_dead_channel_harms_nothing() -> None:
     model, seen = seeded(nn.Linear(48, 16)), data(0, 64, 48)
     seen[:, :4] = 0.0
