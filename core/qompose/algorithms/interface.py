@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from importlib_metadata import EntryPoint
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
@@ -37,6 +38,7 @@ from qompose.errors import ConfigError, PluginError, blaming, near_names
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.input_sums import Columns, watch_means, watch_moments
 from qompose.plan.plan import Group, Rewrite
+from qompose.program.graph import constant_of, describe, value_of
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS, word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
@@ -195,6 +197,10 @@ class Algorithm:
         """Change integers, and parameters that stay in float; all quantization parameters are known."""
 
 
+_TINY: Final = torch.finfo(torch.float32).tiny
+"""The smallest normal number."""
+
+
 def check_qparams(chosen: object, given: QParams, spec: object) -> None:
     """Check that an algorithm's quantization parameters can stand in place of those it was given.
 
@@ -203,17 +209,125 @@ def check_qparams(chosen: object, given: QParams, spec: object) -> None:
     if not isinstance(chosen, QParams):
         raise TypeError(f"expected QParams or None, got {chosen!r}")
     for name in ("scale", "zero_point"):
-        shape, wanted = getattr(chosen, name).shape, getattr(given, name).shape
-        if shape != wanted:
-            raise ValueError(f"{name} must have the shape {tuple(wanted)}, got {tuple(shape)}")
-    if not bool((chosen.scale.isfinite() & (chosen.scale > 0)).all()):
-        raise ValueError("scale must be positive and finite")
+        value, wanted = getattr(chosen, name), getattr(given, name)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {value!r}")
+        if value.shape != wanted.shape:
+            raise ValueError(
+                f"{name} must have the shape {tuple(wanted.shape)}, got {tuple(value.shape)}"
+            )
+        if value.is_floating_point() != wanted.is_floating_point():
+            raise TypeError(f"{name} must have a type like {wanted.dtype}, got {value.dtype}")
+    scale = chosen.scale.float()  # as kernels do, which may take what is not normal for zero
+    if not bool((scale.isfinite() & (scale >= _TINY)).all()):
+        raise ValueError(f"scale must be positive, finite and at least {_TINY:.3g}")
     is_symmetric = getattr(spec, "qscheme", None) in SYMMETRIC
     if is_symmetric and not torch.equal(chosen.zero_point, given.zero_point):
         raise ValueError("the zero points of a symmetrically quantized tensor cannot be changed")
 
 
+def check_integers(integers: object, q: QParams, shape: torch.Size) -> None:
+    """Check that a weight of a shape can have integers, in the type and bounds of its parameters."""
+    expected = f"integers must be {q.dtype} of shape {tuple(shape)}"
+    if not isinstance(integers, Tensor):
+        raise TypeError(f"{expected}, got {type(integers).__name__}")
+    if (integers.shape, integers.dtype) != (shape, q.dtype):
+        raise ValueError(f"{expected}, got {integers.dtype} of shape {tuple(integers.shape)}")
+    if integers.numel() and not (q.low <= int(integers.min()) and int(integers.max()) <= q.high):
+        raise ValueError(f"integers must be within [{q.low}, {q.high}]")
+
+
+def _check_parameter(found: Calibrated, name: str, value: object) -> None:
+    """Check that a tensor can take the place of a parameter of a program."""
+    node = found.nodes.get(name)
+    old = None if node is None else constant_of(node)
+    if old is None:
+        known = [n for n, node in found.nodes.items() if constant_of(node) is not None]
+        raise ValueError(
+            f"{name!r} is not a parameter of the program{near_names(name, known)}; use the name of "
+            "a node that reads one, such as product.bias.name"
+        )
+    expected = f"parameter {name} must be {old.dtype} of shape {tuple(old.shape)}"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{expected}, got {type(value).__name__}")
+    if (value.shape, value.dtype) != (old.shape, old.dtype):
+        raise ValueError(f"{expected}, got {value.dtype} of shape {tuple(value.shape)}")
+    if not bool(value.isfinite().all()) and bool(old.isfinite().all()):
+        raise ValueError(f"parameter {name} must be finite")
+
+
+def _check_group(found: Calibrated, number: int, before: QParams | None) -> None:
+    """Check what was decided on a group, against the parameters that it had before."""
+    q, group = found.qparams.get(number), found.plan.groups[number]
+    name, user = group.points[0].source, group.points[0].user
+    where = f"{name} of {describe(found.nodes[user])}" if user else name
+    try:
+        if q is None or before is None:
+            raise ValueError("it has no quantization parameters at this step")
+        check_qparams(q, before, group.spec)
+        if number in found.integers:
+            check_integers(found.integers[number], q, value_of(found.nodes[name]).shape)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+@contextmanager
+def _checked(found: Calibrated, *, groups: bool) -> Iterator[None]:
+    """Check what a step writes to a calibrated program, which need not go through functions that check it.
+
+    Args:
+        groups: whether quantization parameters and integers are looked at, which takes as long as there are
+            many: steps that are asked for each group leave them to others.
+    """
+    parameters = dict(found.parameters)
+    qparams, integers = (dict(found.qparams), dict(found.integers)) if groups else ({}, {})
+    yield
+    for name, value in found.parameters.items():
+        if name not in parameters or value is not parameters[name]:
+            _check_parameter(found, name, value)
+    for number in {**found.qparams, **found.integers} if groups else ():
+        now = found.qparams.get(number), found.integers.get(number)
+        if now[0] is not qparams.get(number) or now[1] is not integers.get(number):
+            _check_group(found, number, qparams.get(number))
+
+
 UNREPORTED: Final = "reported neither a change nor a reason"
+
+
+_T = TypeVar("_T")
+
+
+def _returned(value: _T, kind: type[_T]) -> _T:
+    """Return what a step returned, which must be of a kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"it must return {kind.__name__}, got {value!r}")
+    return value
+
+
+def _each_of(values: Iterator[_T], *kinds: type) -> list[_T]:
+    """Return what a step yields: tuples with one of each kind."""
+    found = list(values)
+    for value in found:
+        given = value if isinstance(value, tuple) else ()
+        if len(given) != len(kinds) or not all(map(isinstance, given, kinds)):
+            wanted = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"it must yield tuples ({wanted}), got {value!r}")
+    return found
+
+
+def _part(value: object) -> Part | None:
+    """Return what is to be learned of together, which must be a word that is known."""
+    known: dict[object, Part] = {word: word for word in get_args(Part)}
+    if value is None or (isinstance(value, str) and value in known):
+        return None if value is None else known[value]
+    words = ", ".join(map(repr, known))
+    raise ValueError(f"it must return one of {words} or None, got {value!r}")
+
+
+@contextmanager
+def _blamed(who: str, found: Calibrated | None, groups: bool) -> Iterator[None]:
+    with blaming(who), nullcontext() if found is None else _checked(found, groups=groups):
+        yield
 
 
 @dataclass(frozen=True)
@@ -222,17 +336,20 @@ class Algorithms:
 
     members: tuple[Algorithm, ...]
 
-    def _each(self, step: str) -> Iterator[tuple[Algorithm, AbstractContextManager[None]]]:
+    def _each(
+        self, step: str, found: Calibrated | None = None, *, groups: bool = False
+    ) -> Iterator[tuple[Algorithm, AbstractContextManager[None]]]:
+        """Yield each with the context of its step, which checks what it writes to a calibrated program."""
         for algorithm in self.members:
             name = algorithm.word or type(algorithm).__name__
-            yield algorithm, blaming(f"algorithm {name} (step {step!r})")
+            yield algorithm, _blamed(f"algorithm {name} (step {step!r})", found, groups)
 
     def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
         """Let each change the parameters of a program, in place; return what all did."""
         found = list[Rewritten]()
         for algorithm, blamed in self._each("rewrite"):
             with blamed:
-                found.append(algorithm.rewrite(model, claims))
+                found.append(_returned(algorithm.rewrite(model, claims), Rewritten))
         made = tuple(rewrite for one in found for rewrite in one.made)
         return Rewritten(made, tuple(line for one in found for line in one.refused))
 
@@ -243,7 +360,7 @@ class Algorithms:
         result, refused = tuple(groups), list[str]()
         for algorithm, blamed in self._each("watch channels"):
             with blamed:
-                found = algorithm.watch_channels(model, claims, result)
+                found = _returned(algorithm.watch_channels(model, claims, result), Watched)
             result = tuple(
                 replace(group, balance=found.groups.get(number, group.balance))
                 for number, group in enumerate(result)
@@ -256,28 +373,28 @@ class Algorithms:
         means, moments = list[tuple[Node, int, bool]](), list[tuple[Node, Columns, int]]()
         for algorithm, blamed in self._each("watch inputs"):
             with blamed:
-                means += algorithm.watch_means(claims, nodes)
-                moments += algorithm.watch_moments(claims, nodes)
+                means += _each_of(algorithm.watch_means(claims, nodes), Node, int, bool)
+                moments += _each_of(algorithm.watch_moments(claims, nodes), Node, Columns, int)
         watch_means(means)
         watch_moments(moments)
 
     def choose_factors(self, found: Calibrated, number: int) -> None:
         """Let the algorithm that watches a group's channels decide on their factors."""
         balance = found.plan.groups[number].balance
-        for algorithm, blamed in self._each("choose factors"):
+        for algorithm, blamed in self._each("choose factors", found):
             if balance is not None and algorithm.word == balance.algorithm:
                 with blamed:
                     algorithm.choose_factors(found, number, balance)
 
     def scale_inputs(self, found: Calibrated) -> None:
         """Let each decide on the factors of float tensors."""
-        for algorithm, blamed in self._each("scale inputs"):
+        for algorithm, blamed in self._each("scale inputs", found):
             with blamed:
                 algorithm.scale_inputs(found)
 
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams:
         """Return the parameters that they leave a group, each with those of the one before."""
-        for algorithm, blamed in self._each("choose quantization parameters"):
+        for algorithm, blamed in self._each("choose quantization parameters", found):
             with blamed:
                 chosen = algorithm.choose_qparams(found, number, q)
                 if chosen is not None:
@@ -290,7 +407,7 @@ class Algorithms:
         for algorithm, blamed in self._each("select what to learn"):
             with blamed:
                 parts = [
-                    (number, algorithm.learns(claim))
+                    (number, _part(algorithm.learns(claim)))
                     for number, claim in enumerate(claims)
                     if algorithm.is_asked(claim)
                 ]
@@ -309,14 +426,14 @@ class Algorithms:
 
     def learn(self, algorithm: Algorithm, found: Calibrated, block: Block) -> None:
         """Let one of them decide on the weights of a block."""
-        for member, blamed in self._each(f"learn {block.name}"):
+        for member, blamed in self._each(f"learn {block.name}", found, groups=True):
             if member is algorithm:
                 with blamed:
                     member.learn(found, block)
 
     def correct(self, found: Calibrated) -> None:
         """Let each change integers and parameters."""
-        for algorithm, blamed in self._each("correct"):
+        for algorithm, blamed in self._each("correct", found, groups=True):
             with blamed:
                 algorithm.correct(found)
         found.refused.extend(self._silent(found))

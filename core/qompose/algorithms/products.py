@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
-from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown, check_qparams
+from qompose.algorithms.interface import (
+    Algorithm,
+    NotChanged,
+    NotKnown,
+    check_integers,
+    check_qparams,
+)
 from qompose.algorithms.product_inputs import InputMoments, InputRows, normalized_moments
 from qompose.observers.auto_range import (
     FEWEST_EXAMPLES,
@@ -383,24 +389,19 @@ def set_integers(
     """Decide on the integers of a product's weight.
 
     Args:
-        integers: in the shape of the weight, and in the type of its quantization parameters.
+        integers: in the shape of the weight, and in the type of its quantization parameters. They are copied.
         shared: whether all that read the weight are to have them, not only an operator that alone does.
 
     Raises:
         NotChanged: another algorithm has decided, or other operators read the weight too.
+        TypeError: they are no tensor.
         ValueError: they are not of its shape and type, or are out of bounds.
     """
     check_own_integers(found, product, shared=shared)
     number, q = weight_group(found, product)
     shape = found.factors.constant(product.weight.name).shape
-    if (integers.shape, integers.dtype) != (shape, q.dtype):
-        expected = f"{q.dtype} of shape {tuple(shape)}"
-        raise ValueError(
-            f"integers must be {expected}, got {integers.dtype} of shape {tuple(integers.shape)}"
-        )
-    if integers.numel() and not (q.low <= int(integers.min()) and int(integers.max()) <= q.high):
-        raise ValueError(f"integers must be within [{q.low}, {q.high}]")
-    found.integers[number] = integers
+    check_integers(integers, q, shape)
+    found.integers[number] = integers.clone()
 
 
 def check_own_integers(found: Calibrated, product: Operands, *, shared: bool = False) -> None:
@@ -453,8 +454,9 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
     Raises:
         NotChanged: the weight is not quantized, its parameters are not known here, or its integers have
             been chosen already.
-        ValueError: they are of other shapes, a scale is not positive and finite, or the zero points of a
-            symmetric weight differ from those of its scheme.
+        TypeError: they are no tensors, or integers in place of floats, or floats of integers.
+        ValueError: they are of other shapes, a scale is not a positive, finite and normal number, or the zero
+            points of a symmetric weight differ from those of its scheme.
     """
     number, q = weight_group(found, product)
     if number in found.integers:

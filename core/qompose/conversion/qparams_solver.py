@@ -256,6 +256,8 @@ class QParamsSolver:
     def _solution(self) -> Solution:
         found = self._found
         self._algorithms.correct(found)
+        for group, q in found.qparams.items():  # an algorithm may have written to its tensors
+            self._check(group, q)
         parameters = {**found.factors.beside_weights(), **found.parameters}
         return Solution(
             observed=self._observed,
@@ -528,11 +530,15 @@ class QParamsSolver:
             value_of(self._value(number)).dim()
         )
         q = self._algorithms.choose_qparams(self._found, number, q)
+        self._check(number, q)
+        return q
+
+    def _check(self, number: int, q: QParams) -> None:
+        """Check that a group can have quantization parameters."""
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(
                 f"{self.describe(number)} has invalid quantization parameters: it {problem}"
             )
-        return q
 
     def _check_bounds(self, number: int, spec: Any) -> None:
         """Check the range of a group's integers; users may have replaced its observer since."""

@@ -28,7 +28,7 @@ from qompose.algorithms.interface import Algorithm, Rewritten, Watched, check_al
 from qompose.backend.discovery import algorithms
 from qompose.cli.inspection import check_apart
 from qompose.cli.main import main
-from qompose.errors import ConfigError, MemberError, PluginError
+from qompose.errors import CalibrationError, ConfigError, MemberError, PluginError
 from qompose.observers import config_from_json, config_to_json
 from qompose.observers.channel_ranges import INPUT, Balance
 from qompose.plan.plan import Group, Rewrite
@@ -37,6 +37,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from tests.core.toy import LINEAR, STATIC, Model, export, nodes_calling, prepare, toy
+
+LINEAR_OP = torch.ops.aten.linear.default
 
 
 class Fifth(Algorithm):
@@ -128,20 +130,136 @@ def converted(*algorithms: Any, **of_modules: Any) -> GraphModule:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "other",
     [lambda q: 3, lambda q: replace(q, scale=q.scale * torch.nan), lambda q: replace(q, scale=-q.scale),
      lambda q: replace(q, scale=q.scale.repeat(2)), lambda q: replace(q, zero_point=q.zero_point[:1]),
      lambda q: replace(q, zero_point=q.zero_point + 1)],
 )  # fmt: skip
-def test_parameters_that_cannot_be_are_the_algorithms_fault(wrong: Any) -> None:
+def test_parameters_that_cannot_be_are_the_algorithms_fault(other: Any) -> None:
     class Wrong(Algorithm):
         word = "wrong"
 
         def choose_qparams(self, found: Calibrated, number: int, q: Any) -> Any:
-            return wrong(q)
+            return other(q)
 
     with pytest.raises(MemberError, match=r"algorithm wrong .*choose"):
         converted(Wrong())
+
+
+def wrong(step: str, action: Any) -> Algorithm:
+    """An algorithm whose one step goes wrong; what is said of it names both."""
+    given: dict[str, Any] = {"word": "wrong", step: lambda self, *read: action(*read)}
+    if step == "learn":
+        given["learns"] = lambda self, claim: "product"
+    return type("Wrong", (Algorithm,), given)()
+
+
+def blamed(step: str, action: Any) -> str:
+    """What is said of a wrong step in calibration or conversion."""
+    model, x = linears()
+    with pytest.raises(MemberError, match=r"algorithm wrong \(step '") as raised:
+        config = replace(STATIC, algorithms=(wrong(step, action),))
+        prepared = prepare(export(model, x), toy(LINEAR, config=config))
+        qompose.convert_pt2e(qompose.calibrate(prepared, [x, -x]))
+    return str(raised.value)
+
+
+def first(found: Calibrated) -> tuple[Operands, int, Any]:
+    """The first product, with the group of its weight and its parameters."""
+    product = Operands.of(next(n for n in found.nodes.values() if n.target is LINEAR_OP))
+    return product, *weight_group(found, product)
+
+
+def bias(found: Calibrated) -> tuple[str, torch.Tensor]:
+    name = next(n for n in found.nodes if n.endswith("bias"))
+    return name, found.factors.constant(name)
+
+
+@pytest.mark.parametrize(
+    ("step", "value"),
+    [("correct", lambda b: b * torch.nan), ("learn", lambda b: b / 0), ("correct", lambda b: b[:1]),
+     ("scale_inputs", lambda b: b[:1]), ("choose_qparams", lambda b: b * torch.nan),
+     ("correct", lambda b: b.double()), ("learn", lambda b: b.tolist()), ("correct", lambda b: None)],
+)  # fmt: skip
+def test_parameters_that_cannot_take_the_place_of_others_are_named(step: str, value: Any) -> None:
+    def put(found: Calibrated, *_: Any) -> None:
+        name, old = bias(found)
+        found.parameters[name] = value(old)
+
+    assert "_0_bias" in blamed(step, put)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "linear", "_0_biass"])
+def test_parameters_that_a_program_does_not_have_are_named(name: str) -> None:
+    def put(found: Calibrated) -> None:
+        found.parameters[name] = torch.zeros(3)
+
+    assert repr(name) in blamed("correct", put)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize(
+    ("step", "other"),
+    [("learn", lambda s: s * 0), ("correct", lambda s: s * torch.nan),
+     ("learn", lambda s: torch.ones_like(s, dtype=torch.int64)),
+     ("correct", lambda s: torch.full_like(s, 1e-44)),
+     ("correct", lambda s: torch.full_like(s, 1e-44, dtype=torch.float64)),
+     ("correct", lambda s: s.tolist())],
+)  # fmt: skip
+def test_scales_that_cannot_be_are_named(step: str, other: Any, directly: bool) -> None:
+    def put(found: Calibrated, *_: Any) -> None:
+        product, number, q = first(found)
+        if directly:
+            found.qparams[number] = replace(q, scale=other(q.scale))
+        else:
+            set_scales(found, product, other(q.scale), q.zero_point)
+
+    said = blamed(step, put)
+    assert "scale" in said and ("_0_weight" in said) == directly
+
+
+@pytest.mark.parametrize(
+    ("step", "other"),
+    [("learn", lambda i: i[:1]), ("correct", lambda i: i.float()), ("correct", lambda i: i.tolist()),
+     ("learn", lambda i: i.fill_(-128))],
+)  # fmt: skip
+def test_integers_that_cannot_be_are_named(step: str, other: Any) -> None:
+    def put(found: Calibrated, *_: Any) -> None:
+        product, number, q = first(found)
+        shape = found.factors.constant(product.weight.name).shape
+        found.integers[number] = other(torch.zeros(shape, dtype=q.dtype))
+
+    assert "_0_weight" in blamed(step, put)
+
+
+def test_scales_that_are_written_in_place_are_checked() -> None:
+    with pytest.raises(CalibrationError, match="_0_weight"):
+        converted(wrong("correct", lambda found: first(found)[2].scale.zero_()))
+
+
+def test_integers_that_were_set_are_a_copy() -> None:
+    def put(found: Calibrated) -> None:
+        product, _, q = first(found)
+        own = torch.full(found.factors.constant(product.weight.name).shape, 3, dtype=q.dtype)
+        set_integers(found, product, own)
+        own.zero_()
+
+    assert integers(converted(wrong("correct", put)), "0") == [3]
+
+
+@pytest.mark.parametrize("part", ["layer", True, 1, ["block"]])
+def test_what_is_learned_together_is_a_word_that_is_known(part: Any) -> None:
+    assert "'block'" in blamed("learns", lambda claim: part)
+
+
+@pytest.mark.parametrize(
+    ("step", "returned"),
+    [("rewrite", None), ("rewrite", ()), ("watch_channels", None), ("watch_channels", {}),
+     ("watch_means", None), ("watch_means", [1]), ("watch_means", [(1, 2, True)]),
+     ("watch_moments", None), ("watch_moments", [1]), ("watch_moments", [(1, 2, 3)])],
+)  # fmt: skip
+def test_what_a_step_may_not_return_is_named(step: str, returned: Any) -> None:
+    blamed(step, lambda *read: returned)
 
 
 def integers(model: GraphModule, path: str) -> list[int]:
