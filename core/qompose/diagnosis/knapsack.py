@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The knapsack of mixed precision: which option each site gets so that few bytes cost little.
 
-Costs of sites are taken to add up. Then every assignment of the frontier is the cheapest of all that have at
-most its bytes (the greedy solution of the linear relaxation, which is exact at the corners that it goes
-through; Kellerer, Pferschy and Pisinger, "Knapsack Problems", 2004, chapter 11).
+Costs of sites are taken to add up. The assignments of which none is both smaller and cheaper are found site
+by site: of all ways to assign those before, only such ones can be part of another (Kellerer, Pferschy and
+Pisinger, "Knapsack Problems", 2004, sections 3.4 and 11.5).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+_MOST = 500
+"""How many assignments are kept from site to site: for 200 sites it is a second."""
 
 
 @dataclass(frozen=True)
@@ -26,67 +31,49 @@ Assigned = dict[str, Option]
 """The option of each site, by name."""
 
 
-def frontier(options: Mapping[str, Sequence[Option]]) -> Iterator[Assigned]:
-    """Yield assignments from the one of least cost to the one of fewest bytes, each smaller than the last.
+_State: TypeAlias = tuple[float, int, Any]
+"""An assignment of some sites: cost, bytes, and the last site with its option and the state before."""
 
-    From each to the next, one site takes the step that saves its bytes at the least cost for each.
+
+def efficient(options: Mapping[str, Sequence[Option]], most: float = math.inf) -> list[Assigned]:
+    """Return assignments from the one of least cost to the one of fewest bytes; none beats another in both.
 
     Args:
         options: by site, at least one each.
+        most: bytes that none may have more than; where even the fewest are more, none is returned.
     """
-    corners = {site: _corners(some) for site, some in options.items()}
-    now = {site: some[0] for site, some in corners.items()}
-    yield dict(now)
-    steps = [
-        (_slope(before, after), site, after)
-        for site, some in corners.items()
-        for before, after in itertools.pairwise(some)
-    ]
-    for _, site, after in sorted(steps, key=lambda step: (*step[:2], -step[2].bytes)):
-        now[site] = after
-        yield dict(now)
-
-
-def within(options: Mapping[str, Sequence[Option]], most: int) -> Assigned | None:
-    """Return the first assignment of the frontier that has at most so many bytes, with what is left spent.
-
-    Sites go back to cheaper options where these fit, those first that save the most cost. None where even the
-    fewest bytes are more.
-    """
-    found = next((a for a in frontier(options) if _bytes(a) <= most), None)
-    if found is None:
-        return None
-    better = sorted(
-        (
-            (option.cost - found[site].cost, site, option)
-            for site, some in options.items()
+    rest = sum(min(option.bytes for option in some) for some in options.values())
+    states: list[_State] = [(0.0, 0, None)]
+    for site, some in options.items():
+        rest -= min(option.bytes for option in some)
+        grown: list[_State] = [
+            (state[0] + option.cost, state[1] + option.bytes, (site, option, state))
             for option in some
-        ),
-        key=lambda step: (step[0], step[1], step[2].bytes),
-    )
-    for _, site, option in better:
-        fits = _bytes(found) - found[site].bytes + option.bytes <= most
-        if fits and option.cost < found[site].cost:
-            found[site] = option
+            for state in states
+            if state[1] + option.bytes + rest <= most
+        ]
+        states = _thinned(_unbeaten(grown))
+    return [_assigned(state) for state in states]
+
+
+def _unbeaten(states: list[_State]) -> list[_State]:
+    """Return those that none of the others is both as small as and as cheap as, from the cheapest on."""
+    found: list[_State] = []
+    for state in sorted(states, key=itemgetter(0, 1)):
+        if not found or state[1] < found[-1][1]:
+            found.append(state)
     return found
 
 
-def _bytes(assigned: Assigned) -> int:
-    return sum(option.bytes for option in assigned.values())
+def _thinned(states: list[_State]) -> list[_State]:
+    """Return some of too many, the cheapest and the smallest among them."""
+    apart = math.ceil(len(states) / _MOST)
+    return states if apart < 2 else [*states[:-1:apart], states[-1]]
 
 
-def _corners(options: Sequence[Option]) -> list[Option]:
-    """Return the options on the lower convex hull of cost over bytes, from the cheapest to the smallest."""
-    hull: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.cost, o.bytes)):
-        if hull and option.bytes >= hull[-1].bytes:
-            continue  # another has fewer bytes and costs no more
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _slope(before: Option, after: Option) -> float:
-    """Return the cost of each byte that is saved."""
-    return (after.cost - before.cost) / (before.bytes - after.bytes)
+def _assigned(state: _State) -> Assigned:
+    found: list[tuple[str, Option]] = []
+    while state[2] is not None:
+        site, option, state = state[2]
+        found.append((site, option))
+    return dict(reversed(found))

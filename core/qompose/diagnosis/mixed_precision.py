@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.calibration.statistics_data import prepared_record
-from qompose.diagnosis.knapsack import Option, frontier, within
+from qompose.diagnosis.knapsack import Option, efficient
 from qompose.diagnosis.operator_sensitivity import SiteCost
 from qompose.diagnosis.tuning_result import (
     AS_IT_IS,
@@ -175,7 +175,7 @@ class MixedSearch:
         """Search with the options that there are; tell whether all of those that were tried hold."""
         options = {site: [*known.values()] for site, known in self.options.items() if known}
         if self.max_bytes is None:
-            self._fewest_bytes([*frontier(options)])
+            self._fewest_bytes(efficient(options))
         else:
             self._within_bytes(options, self.max_bytes)
         return all(len(self.options[site]) == len(known) for site, known in options.items())
@@ -364,15 +364,16 @@ class MixedSearch:
         """Try the cheapest assignment that fits; the next smaller ones where it is larger than its parts."""
         own = sum(known[AS_IT_IS].bytes for known in self.options.values() if AS_IT_IS in known)
         room = most - (self.attempts[()].bytes - own)
-        while (found := within(options, room)) is not None:
+        while fitting := efficient(options, room):
+            found = fitting[0]
             attempt = self.attempt(_names(found))
             if (
                 attempt.met or attempt.bytes <= most
             ):  # or it does not hold, and others have to be looked for
                 return
             room = sum(option.bytes for option in found.values()) - max(1, attempt.bytes - most)
-        *_, smallest = frontier(options)  # parts that share tensors are larger than the whole
-        self.attempt(_names(smallest))
+        # Parts that share tensors are larger than the whole.
+        self.attempt(_names(efficient(options)[-1]))
 
     def _result(self) -> Tuning:
         met = [attempt for attempt in self.attempts.values() if attempt.met]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig, UserError
 from qompose.diagnosis import mixed_precision
-from qompose.diagnosis.knapsack import within
+from qompose.diagnosis.knapsack import efficient
 from qompose.diagnosis.tuning_result import AS_IT_IS, Tuning
 from qompose.errors import ConfigError, TuningError
 from qompose.storage.artifact_file import stored_bytes
@@ -135,8 +136,12 @@ def test_the_smallest_there_is_can_be_asked_for() -> None:
     spec = qompose.weight_spec(-2, 1, group_size=48)  # which one layer alone can have
     options = {"choices": [QuantizationConfig(None, None, spec, name="blocks", algorithms=())]}
     smallest = tuned(max_drop=1e9, **options).bytes
-    for fits in (within, lambda options, most: None):
-        with mock.patch.object(mixed_precision, "within", fits):
+
+    def none_fits(options: Any, most: float = math.inf) -> Any:
+        return efficient(options) if most == math.inf else []
+
+    for fits in (efficient, none_fits):
+        with mock.patch.object(mixed_precision, "efficient", fits):
             found = tuned(max_bytes=smallest, **options)
         assert found.bytes == smallest
     with pytest.raises(TuningError):
