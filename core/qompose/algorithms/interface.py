@@ -190,7 +190,11 @@ class Algorithm:
         """Decide on weights of a block with calibration data, the quantized program before it being decided.
 
         `qompose.calibrate` calls it, for each block in the order of the program. All quantization parameters
-        are known; of what it decides, scales and integers of the block's weights are kept.
+        are known; of what it decides, scales and integers of the block's weights are kept. Where an algorithm
+        before it has chosen integers, they stay.
+
+        Conversion calls `correct` afterwards, which finds what was learned in `Calibrated.integers`. What it
+        chooses for weights of which nothing was learned is not seen here.
         """
 
     def correct(self, found: Calibrated) -> None:
@@ -409,9 +413,15 @@ class Algorithms:
                 parts = [
                     (number, _part(algorithm.learns(claim)))
                     for number, claim in enumerate(claims)
-                    if algorithm.is_asked(claim)
+                    if algorithm.is_asked(claim) and self._is_meant(algorithm, claim)
                 ]
             yield from ((algorithm, number, part) for number, part in parts if part is not None)
+
+    def _is_meant(self, algorithm: Algorithm, claim: Claim) -> bool:
+        """Tell whether a claim that asks for a word means this one, not the same with other options."""
+        same = [one for one in self.members if one.word == algorithm.word]
+        plain = min(same, key=lambda one: str(one) != one.word)
+        return plain is algorithm or algorithm in claim.algorithms
 
     def without_data(self, claims: Sequence[Claim]) -> Counter[str]:
         """Count by word the claims that ask for what needs calibration data."""
@@ -431,12 +441,30 @@ class Algorithms:
                 with blamed:
                     member.learn(found, block)
 
-    def correct(self, found: Calibrated) -> None:
-        """Let each change integers and parameters."""
+    def correct(self, found: Calibrated, *, unlearned: bool = False) -> None:
+        """Let each change integers and parameters.
+
+        Args:
+            unlearned: whether algorithms are to learn only then. Integers and scales that one gives the
+                weights it is to learn of are dropped, since `learn` could not decide on them any more.
+        """
         for algorithm, blamed in self._each("correct", found, groups=True):
+            before = dict(found.integers), dict(found.qparams)
             with blamed:
                 algorithm.correct(found)
+            if unlearned:
+                for number in self._learned_groups(algorithm, found):
+                    _put_back(number, found.integers, before[0])
+                    _put_back(number, found.qparams, before[1])
         found.refused.extend(self._silent(found))
+
+    def _learned_groups(self, algorithm: Algorithm, found: Calibrated) -> Iterator[int]:
+        """Yield the groups of claims of which an algorithm learns."""
+        learning = self.learning(found.plan.claims)
+        claims = {number for one, number, _ in learning if one is algorithm}
+        for number, group in enumerate(found.plan.groups):
+            if not claims.isdisjoint(group.claims):
+                yield number
 
     def _silent(self, found: Calibrated) -> Iterator[str]:
         """Yield a line for each algorithm that was asked for and reported nothing.
@@ -452,6 +480,13 @@ class Algorithms:
             asked = any(map(algorithm.is_asked, found.plan.claims))
             if asked and reports_here and not any(algorithm.word in str(line) for line in lines):
                 yield f"{algorithm.word} was requested, but {UNREPORTED}"
+
+
+def _put_back(number: int, now: dict[int, Any], before: Mapping[int, Any]) -> None:
+    """Let a group have what it had, which may be nothing."""
+    now.pop(number, None)
+    if number in before:
+        now[number] = before[number]
 
 
 def load_algorithm(word: str) -> Algorithm:

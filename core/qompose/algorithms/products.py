@@ -415,7 +415,7 @@ def check_own_integers(found: Calibrated, product: Operands, *, shared: bool = F
     if q.dtype.is_floating_point:
         raise NotChanged(f"{product.weight.target} is stored as {q.dtype}, which has no integers")
     if number in found.integers:
-        raise NotChanged("another algorithm has already chosen the integers of its weight")
+        raise NotChanged("the integers of its weight have already been chosen")
     if len(found.plan.groups[number].points) > 1 and not shared:
         raise NotChanged(f"{product.weight.target} is read by other operators or shares scales")
 

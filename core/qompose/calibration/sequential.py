@@ -128,6 +128,11 @@ class _Asked:
         """Return the path of the weight."""
         return str(self.product.weight.target)
 
+    def is_learned_in(self, known: Mapping[str, LearnedWeight]) -> bool:
+        """Tell whether its algorithm decided on the weight, and no other did."""
+        weight = known.get(self.path)
+        return weight is not None and weight.line.startswith(f"{self.algorithm} on ")
+
 
 @dataclass(frozen=True)
 class _Unit:
@@ -214,8 +219,8 @@ class _Walk:
     batches: int
     rank: int
     exchange: Exchange
-    _first: dict[int, _Asked] = field(default_factory=dict)
-    """By group of a weight, the product that was the first to come."""
+    _first: dict[tuple[int, int], _Asked] = field(default_factory=dict)
+    """By algorithm and group of a weight, the product that was the first to come."""
 
     def asked(self) -> Iterator[_Asked]:
         """Yield the products that algorithms can learn of, and note why they cannot of others."""
@@ -265,7 +270,7 @@ class _Walk:
         for algorithm, asked in _by_algorithm(unit.asked):
             firsts = [self._first_of(one) for one in asked]
             pairs = list(zip(asked, firsts, strict=True))
-            waiting = [one for one, first in pairs if first is one and one.path not in known]
+            waiting = [one for one, first in pairs if first is one and not one.is_learned_in(known)]
             self._give(asked)
             if waiting:
                 known |= {
@@ -273,14 +278,14 @@ class _Walk:
                 }
             self._give(waiting)
             for one, first in pairs:
-                if first is not one and first.path not in known:
+                if first is not one and not first.is_learned_in(known):
                     with noted(self.found, algorithm, one.product):
                         raise NotChanged(f"it has the weight of {describe(first.product.node)}")
 
     def _first_of(self, one: _Asked) -> _Asked:
-        """Return the first product of those with the weight of one: what it learns holds for all."""
+        """Return the first product of those with the weight of one: what is learned of it holds for all."""
         number, _ = weight_group(self.found, one.product)
-        return self._first.setdefault(number, one)
+        return self._first.setdefault((id(one.algorithm), number), one)  # not all can be hashed
 
     def _give(self, asked: Sequence[_Asked]) -> None:
         """Let the quantized program go by the integers that are known of weights."""

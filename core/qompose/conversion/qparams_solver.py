@@ -255,7 +255,7 @@ class QParamsSolver:
 
     def _solution(self) -> Solution:
         found = self._found
-        self._algorithms.correct(found)
+        self._algorithms.correct(found, unlearned=self._unlearned)
         for group, q in found.qparams.items():  # an algorithm may have written to its tensors
             self._check(group, q)
         parameters = {**found.factors.beside_weights(), **found.parameters}

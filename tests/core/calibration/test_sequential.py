@@ -22,6 +22,7 @@ from qompose.algorithms import (
     NotChanged,
     Operands,
     SequentialGPTQ,
+    SignRound,
     change_products,
     gptq,
     noted,
@@ -638,3 +639,78 @@ def test_scales_alone_can_be_learned_and_silence_is_a_line() -> None:
     assert len([line for line in report.rewrites if "made smaller" in line]) == 2
     (line,) = [line for line in report.notes if "shrinking" in line]
     assert "in head" in line
+
+
+def reported(model: nn.Module, *algorithms: Any) -> tuple[list[str], list[str]]:
+    """What algorithms say they did to the weights of a model, and what they did not."""
+    config = replace(MODES["weight-only"], algorithms=algorithms)
+    report = qompose.report(qompose.convert_pt2e(calibrated(model, config)))
+    return list(report.rewrites), [line for line in report.notes if " not applied to " in line]
+
+
+@pytest.mark.parametrize("first", [SequentialGPTQ(), SignRound(iterations=10)], ids=str)
+def test_two_algorithms_that_learn_have_their_turn_and_a_line_each(first: Algorithm) -> None:
+    """The second was never called, and nothing said so."""
+    second = Watching()
+    made, refused = reported(net(1), first, second)
+    assert list(second.shown) and len(made) == 3
+    assert all(line.startswith(f"{first} on ") for line in made)
+    assert len(refused) == 3 and all(line.startswith("watching was not") for line in refused)
+
+
+def test_what_the_first_leaves_the_second_decides_on_of_tied_weights_too() -> None:
+    """The second was not called, as if its own weight were that of another product."""
+    made, refused = reported(tied(), SignRound(iterations=10), Shrinking())
+    assert [line.partition(" on ")[0] for line in made if "in first" in line] == ["shrinking"]
+    assert sum(line.startswith("sign_round with") for line in refused) == 2
+    made, refused = reported(tied(), "gptq_sequential", Shrinking())
+    assert len(made) == 2 and sum(line.startswith("shrinking was not") for line in refused) == 3
+
+
+def test_statistics_have_what_one_of_two_has_learned_and_why_not_the_other() -> None:
+    config = replace(MODES["weight-only"], algorithms=("gptq_sequential", Shrinking()))
+    seen = qompose.statistics(calibrated(net(1), config))
+    report = qompose.report(qompose.convert_pt2e(seen.apply(observed(net(1), config))))
+    assert len(report.rewrites) == 3
+    assert sum("shrinking was not applied" in line for line in report.notes) == 3
+
+
+def test_a_word_does_not_ask_for_the_same_with_options_of_another_layer() -> None:
+    quantizer = toy(*PRODUCTS, config=SEQUENTIAL).set_module_name(
+        "head", replace(SEQUENTIAL, algorithms=(SequentialGPTQ(damping=0.5),))
+    )
+    prepared = prepare(export(net(1), batches(1)[0]), quantizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)
+        report = qompose.report(qompose.convert_pt2e(qompose.calibrate(prepared, batches())))
+    assert len(report.rewrites) == 3
+    assert not any("gptq_sequential" in line for line in report.notes)
+
+
+@dataclass(frozen=True)
+class Both(Shrinking):
+    """Learns scales, and rounds down at conversion whatever it has not learned of."""
+
+    word: ClassVar[str] = "both"
+
+    def correct(self, found: Calibrated) -> None:
+        def change(product: Operands, claim: Claim) -> str:
+            number, q = weight_group(found, product)
+            if number in found.integers:
+                raise NotChanged("they are there")
+            weight = found.factors.constant(product.weight.name)
+            set_integers(found, product, integers_of(weight - q.scale[:, None] / 2, q))
+            return "rounded down"
+
+        change_products(found, self, change)
+
+
+def test_what_corrects_later_does_not_keep_itself_or_others_from_learning() -> None:
+    """Drafts had its integers, which were taken for the decision of another."""
+    made, refused = reported(net(1), Both())
+    assert sum("made smaller" in line for line in made) == 2
+    assert [line for line in made if "rounded down" in line and "head" in line]
+    assert len(made) == 3 and sum("they are there" in line for line in refused) == 2
+    made, refused = reported(net(1), "gptq_sequential", Both())
+    assert len(made) == 3 and all(line.startswith("gptq_sequential on ") for line in made)
+    assert {line.partition(" was ")[0] for line in refused} == {"both"}
