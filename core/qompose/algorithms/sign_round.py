@@ -251,7 +251,8 @@ class _Data:
     Attributes:
         wanted: the outputs of each batch of this process.
         held_back: which examples are, of each batch, `(N,)`.
-        order: in which batches are trained with, whoever has them: the process and its number there.
+        batches: all, in an order that their examples give: the process that has each, and its number there.
+        order: in which batches are trained with: those that are not held back as a whole.
         units: by which values of each output are multiplied before they are squared.
         power: of each output, the sum of squares of all examples that are trained with.
     """
@@ -259,6 +260,7 @@ class _Data:
     block: Block
     wanted: list[tuple[Tensor, ...]]
     held_back: list[Tensor]
+    batches: list[tuple[int, int]]
     order: list[tuple[int, int]]
     units: list[float]
     power: Tensor
@@ -288,18 +290,19 @@ class _Data:
                 "are required"
             )
         apart = torch.tensor(different[::_HELD_BACK])
-        order = sorted(
+        batches = sorted(
             (sorted(of_batch), rank, number)
             for rank, of_rank in enumerate(everywhere)
             for number, of_batch in enumerate(of_rank)
-            if not set(different[::_HELD_BACK]).issuperset(of_batch)
         )
+        order = [one for one in batches if not set(different[::_HELD_BACK]).issuperset(one[0])]
         if not order:
             raise NotChanged("all distinct examples are held out")
         data = cls(
             block,
             wanted,
             [torch.isin(hashes, apart) for hashes in block.hashes],
+            [(rank, number) for _, rank, number in batches],
             [(rank, number) for _, rank, number in order],
             [*map(unit_of, largest)],
             torch.ones(len(block.outputs), dtype=torch.float64),
@@ -310,15 +313,11 @@ class _Data:
         return replace(data, power=power)
 
     def summed(self, of_batch: Callable[[int], Tensor]) -> Tensor:
-        """Return the sum over all batches of all processes, which is the same however they are spread.
-
-        Raises:
-            NotChanged: there is no batch.
-        """
+        """Return the sum over all batches of all processes, which is the same however they are spread."""
         found = self.block.exchange(
             [of_batch(batch).double() for batch in range(self.block.batches)]
         )
-        total = torch.stack([found[rank][number] for rank, number in self.order])
+        total = torch.stack([found[rank][number] for rank, number in self.batches])
         return total.sum(0)
 
     def squares(self, batch: int, found: Sequence[Tensor] | None, *, held_back: bool) -> Tensor:
@@ -331,7 +330,8 @@ class _Data:
         for at, exact in enumerate(wanted):
             off = exact.float() if found is None else found[at].float() - exact.float()
             off = in_unit(off, self.units[at])
-            if len(wanted[0].shape) and off.dim() > 1 and len(off) == len(chosen):
+            off = off if off.dim() > 1 else off.reshape(1, -1)
+            if len(off) == len(chosen):
                 off = off[chosen]
             sums.append(off.square().sum())
         return torch.stack(sums)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,19 @@ def test_a_batch_without_rows_changes_nothing(shape: tuple[int, ...]) -> None:
     assert len(lines(other, "sign_round")[0]) == 1
     for key, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[key])
+
+
+@pytest.mark.parametrize("of_one", [lambda x: x.split(1), lambda x: x.unbind()])
+def test_batches_of_one_example_are_held_back_as_a_whole(of_one: Any) -> None:
+    """Errors on them are about those of the same examples in one batch, of which others may be held back."""
+    model, seen = seeded(nn.Linear(48, 16)), data(0, 64, 48)
+    config = with_algorithms(replace(WEIGHTS, weight=MODELS["linear"][2]), FEW)
+    (whole,), (apart,) = (
+        lines(run(model, config, *batches), "sign_round")[0] for batches in ([seen], of_one(seen))
+    )
+    numbers = r"reduced ([\d.]+)x: ([\d.]+) before"
+    ((of_whole,), (of_apart,)) = (re.findall(numbers, line) for line in (whole, apart))
+    assert [*map(float, of_apart)] == pytest.approx([*map(float, of_whole)], rel=0.1)
 
 
 def test_a_dead_channel_harms_nothing() -> None:
