@@ -110,7 +110,7 @@ class Algorithm:
         known = fields(one) if is_dataclass(one) else ()
         given = [f for f in known if f.compare and getattr(self, f.name) != f.default]
         options = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in given)
-        return f"{self.word} with {options}" if options else self.word
+        return f"{self.word} with {options}" if options else str(self.word)
 
     def is_asked(self, claim: Claim) -> bool:
         """Tell whether a claim asks for it, by its word or as an equal object."""
@@ -241,6 +241,15 @@ def check_integers(integers: object, q: QParams, shape: torch.Size) -> None:
         raise ValueError(f"integers must be within [{q.low}, {q.high}]")
 
 
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Let an error of these checks say what they look at."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
 def _check_parameter(found: Calibrated, name: str, value: object) -> None:
     """Check that a tensor can take the place of a parameter of a program."""
     node = found.nodes.get(name)
@@ -265,14 +274,12 @@ def _check_group(found: Calibrated, number: int, before: QParams | None) -> None
     q, group = found.qparams.get(number), found.plan.groups[number]
     name, user = group.points[0].source, group.points[0].user
     where = f"{name} of {describe(found.nodes[user])}" if user else name
-    try:
+    with at(where):
         if q is None or before is None:
             raise ValueError("it has no quantization parameters at this step")
         check_qparams(q, before, group.spec)
         if number in found.integers:
             check_integers(found.integers[number], q, value_of(found.nodes[name]).shape)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from qompose.algorithms.interface import (
     Algorithm,
     NotChanged,
     NotKnown,
+    at,
     check_integers,
     check_qparams,
 )
@@ -400,7 +401,8 @@ def set_integers(
     check_own_integers(found, product, shared=shared)
     number, q = weight_group(found, product)
     shape = found.factors.constant(product.weight.name).shape
-    check_integers(integers, q, shape)
+    with at(describe(product.node)):
+        check_integers(integers, q, shape)
     found.integers[number] = integers.clone()
 
 
@@ -464,7 +466,8 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
             "its quantized values have already been chosen, so its scales can no longer change"
         )
     chosen = replace(q, scale=scale, zero_point=zero_point)
-    check_qparams(chosen, q, found.plan.groups[number].spec)
+    with at(describe(product.node)):
+        check_qparams(chosen, q, found.plan.groups[number].spec)
     found.qparams[number] = chosen
 
 
