@@ -61,12 +61,15 @@ def test_dead_channels_and_fewer_rows_than_channels(word: Any) -> None:
 
 @pytest.mark.parametrize("word", ["gptq", "gptq_sequential"])
 def test_second_moments_without_full_rank_are_told(word: str) -> None:
-    """Whether anything is made of them or not; with enough rows there is nothing to tell."""
-    for rows, seed, of_use in ((6, 2, True), (6, 0, False), (192, 0, True)):
-        made, refused = lines(word, data(seed, rows, 48))
-        assert bool(made) == of_use
+    """Whether anything is made of them or not, which the examples held out decide."""
+    of_use = set()
+    for seed in range(10):
+        made, refused = lines(word, data(seed, 6, 48))
         (line,) = [*made, *refused]
-        assert (f"{rows} rows for 48 channels" in line) == (rows < 48)
+        assert "6 rows for 48 channels" in line
+        of_use.add(bool(made))
+    assert of_use == {True, False}
+    assert "rows for" not in lines(word, data(0, 192, 48))[0][0]  # enough: there is nothing to tell
 
 
 def test_a_bias_correction_that_is_not_measured_says_so() -> None:
