@@ -285,7 +285,7 @@ def _offers(
         if operator.claim is None and operator.reason == NOBODY and operator.name in reading:
             left[operator.operator].append(operator.name)
     return [
-        f"left in float: {', '.join(left[operator])} ({operator}). Installed backends that are not "
+        f"left in float: {', '.join(left[operator])} ({operator}); installed backends that are not "
         f"members have a rule for it: {', '.join(offering)}"
         for operator, offering in installed_with(left, members).items()
     ]
