@@ -37,7 +37,7 @@ from qompose.program.meta import (
 )
 from qompose.program.rewrites import Candidate, apply_rewrites, is_rewrite, splits
 from qompose.program.stepping import Given, Steps, repeatable, run_call, steps
-from qompose.program.user_input import as_graph_module, unlifted
+from qompose.program.user_input import as_graph_module, earlier_stage, unlifted
 from qompose.reporting.build_report import one_of
 from qompose.spec import qdq
 from qompose.spec.qparams import along
@@ -119,7 +119,7 @@ def prepared_from(side: Side, record: Record | None) -> Side:
     What was quantized and exported again has ids of its own, but a program that was prepared from it has
     others: those of an exported program like any other.
     """
-    if side.stage != EXPORTED or record is None:
+    if side.stage != EXPORTED or record is None or earlier_stage(side.given) is not None:
         return side
     assert side.given is not None
     found = _identified(side.given)

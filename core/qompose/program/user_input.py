@@ -59,12 +59,8 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
         stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
         raise StageError(f"{function} expects an exported program, got a {stage} model")
-    nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
-    earlier = [node for node in nodes if tag_of(node, CLAIM_TAG) is not None]
-    converted = any(tag_of(node, REGION_TAG) is not None for node in earlier)
-    lowered = next((node.name for node in earlier if tag_of(node, KERNELS_TAG) is not None), None)
-    if earlier and (lowered or not converted):
-        done, name = ("lowered", lowered) if lowered else ("prepared", earlier[0].name)
+    if (earlier := earlier_stage(model)) is not None:
+        done, name = earlier
         raise StageError(
             f"{function} expects a program without prepared or lowered parts, but {name} was "
             f"{done} before the export; export the model that convert_pt2e returns instead, with "
@@ -75,6 +71,17 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
         return _forgetting(check_calls(copy_graph_module(model)))
     raise NotExportedError(model, function)
+
+
+def earlier_stage(model: object) -> tuple[str, str] | None:
+    """Return "prepared" or "lowered" and a node that was so before the export; None if it can be prepared."""
+    nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
+    earlier = [node for node in nodes if tag_of(node, CLAIM_TAG) is not None]
+    lowered = next((node.name for node in earlier if tag_of(node, KERNELS_TAG) is not None), None)
+    if lowered is not None:
+        return "lowered", lowered
+    converted = any(tag_of(node, REGION_TAG) is not None for node in earlier)
+    return ("prepared", earlier[0].name) if earlier and not converted else None
 
 
 def _forgetting(program: GraphModule) -> GraphModule:

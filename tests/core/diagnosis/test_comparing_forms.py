@@ -278,3 +278,10 @@ def test_parts_that_were_quantized_before_are_paired_each_with_itself(times: int
     found = qompose.compare(program, convert(program, toy(LINEAR), X), [X])
     causes = [(row.module, row.cause) for row in found if row.operator == "aten.linear"]
     assert sorted(causes) == [("0", EQUAL), ("0", EQUAL), ("last", ROUNDING)]
+
+
+def test_what_was_lowered_and_exported_again_is_compared_by_its_own_ids() -> None:
+    converted = convert(export(two_linears(lambda m, x: m.two(m.one(x))), X), toy(LINEAR), X)
+    again = export(qompose.lower(converted), X, strict=True)
+    found = qompose.compare(converted, again, [X])
+    assert [row.operator for row in found] == ["aten.linear"] * 2
