@@ -52,6 +52,7 @@ class LearnedWeight:
 
     Attributes:
         path: of the parameter.
+        algorithm: which learned it, with its options.
         line: what the report says of it.
         scale_before, zero_point_before: the parameters it was learned with; not valid for others.
         scale, zero_point: those that it has now.
@@ -59,6 +60,7 @@ class LearnedWeight:
     """
 
     path: str
+    algorithm: str
     line: str
     scale_before: Tensor
     zero_point_before: Tensor

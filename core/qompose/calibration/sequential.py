@@ -66,7 +66,7 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
     tensors = {str(node.target): _tensor(node) for node in nodes_in(prepared)}
     kept, idle = dict[_Wish, LearnedWeight](), Counter[str]()
     for weight in learned.weights:
-        wish = weight.line.partition(" on ")[0], tensors.get(weight.path)
+        wish = weight.algorithm, tensors.get(weight.path)
         if wish in wanted:
             kept[wish] = weight
         else:
@@ -131,7 +131,7 @@ class _Asked:
     def is_learned_in(self, known: Mapping[str, LearnedWeight]) -> bool:
         """Tell whether its algorithm decided on the weight, and no other did."""
         weight = known.get(self.path)
-        return weight is not None and weight.line.startswith(f"{self.algorithm} on ")
+        return weight is not None and weight.algorithm == str(self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -324,10 +324,10 @@ class _Walk:
                 found.integers[number] = integers_of(weight, now)
             if number in found.integers and number not in taken:
                 found.integers[number] = pages.moved(found.integers[number])
-                begins = f"{algorithm} on {where}"  # `usable` goes by the algorithm
+                begins = f"{algorithm} on {where}"
                 said = (line for line in found.made[made:] if line.startswith(begins))
                 yield LearnedWeight(
-                    one.path, next(said, begins),
+                    one.path, str(algorithm), next(said, begins),
                     q.scale, q.zero_point, now.scale, now.zero_point, found.integers[number],
                 )  # fmt: skip
             elif not any(where in line for line in found.refused[refused:]):
