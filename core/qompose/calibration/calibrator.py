@@ -44,10 +44,10 @@ from qompose.observers.min_max import Observer
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.plan.methods import check_methods, in_method
 from qompose.program.aliasing import inputs_written, written_buffers
+from qompose.program.batches import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.program.control_flow import graphs_in
 from qompose.program.graph import copies_of, get_attribute, undo_writes
 from qompose.program.meta import BEGAN_KEY, META_KEY, RAN_KEY
-from qompose.program.user_input import KeptBatches, check_limit, iterated, run_batch, sparing
 from qompose.training.train_eval import is_trained
 
 

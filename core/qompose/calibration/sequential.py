@@ -34,6 +34,7 @@ from qompose.conversion.convert import quantized_draft
 from qompose.errors import CalibrationError, first_of
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
+from qompose.program.batches import KeptBatches
 from qompose.program.control_flow import nodes_in
 from qompose.program.disk import Pages
 from qompose.program.graph import (
@@ -45,7 +46,6 @@ from qompose.program.graph import (
     module_stack,
 )
 from qompose.program.meta import META_KEY
-from qompose.program.user_input import KeptBatches
 from qompose.spec.qdq import integers_of, values_of_integers
 
 

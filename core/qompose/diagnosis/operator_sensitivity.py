@@ -38,10 +38,10 @@ from qompose.json_codec import jsonable
 from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import Plan, Record
 from qompose.program.aliasing import written_values
+from qompose.program.batches import check_limit, input_check, iterated, run_batch
 from qompose.program.control_flow import graphs_in, nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of, reached
 from qompose.program.stepping import Given, repeatable, run_call, steps
-from qompose.program.user_input import check_limit, input_check, iterated, run_batch
 from qompose.spec.qparams import decibels
 from qompose.training.qat_conv_bn import deployment_form
 

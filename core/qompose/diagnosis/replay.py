@@ -37,7 +37,7 @@ from qompose.program.meta import (
 )
 from qompose.program.rewrites import Candidate, apply_rewrites, is_rewrite, splits
 from qompose.program.stepping import Given, Steps, repeatable, run_call, steps
-from qompose.program.user_input import as_graph_module, earlier_stage, unlifted
+from qompose.program.user_program import as_graph_module, earlier_stage, unlifted
 from qompose.reporting.build_report import one_of
 from qompose.spec import qdq
 from qompose.spec.qparams import along

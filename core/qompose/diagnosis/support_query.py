@@ -24,7 +24,7 @@ from qompose.preparation.prepare import backends_of, make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import Candidate
-from qompose.program.user_input import as_graph_module
+from qompose.program.user_program import as_graph_module
 from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import (

@@ -36,7 +36,7 @@ from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.control_flow import hoist_constants
 from qompose.program.graph import module_path, refresh
 from qompose.program.meta import META_KEY
-from qompose.program.user_input import as_graph_module
+from qompose.program.user_program import as_graph_module
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.quantizer.selector_matching import Program, calls_of

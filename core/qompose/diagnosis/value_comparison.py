@@ -44,14 +44,13 @@ from qompose.errors import (
     StageError,
     UserError,
 )
-from qompose.plan.operator_ids import PARAMETER
 from qompose.plan.plan import rewritten_identity
 from qompose.program.aten_operators import is_copy
+from qompose.program.batches import binder, check_limit, describe, iterated, run_batch
 from qompose.program.control_flow import nodes_in, sink_constants
 from qompose.program.graph import get_attribute, module_path, operator_name, owner_of, reached
-from qompose.program.meta import values_of
+from qompose.program.meta import PARAMETER, values_of
 from qompose.program.rewrites import is_rewrite
-from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
 from qompose.reporting.build_report import report
 from qompose.reporting.report_data import (
     KERNEL_ERROR,

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qompose.errors import InputError
 from qompose.program.aliasing import inputs_written
+from qompose.program.batches import input_check
 from qompose.program.graph import value_of
-from qompose.program.user_input import input_check
 
 
 def called_as_exported(

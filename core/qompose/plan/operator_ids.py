@@ -35,6 +35,7 @@ from qompose.program.graph import (
 from qompose.program.meta import (
     CLAIM_TAG,
     GROUP_TAG,
+    PARAMETER,
     REGION_TAG,
     VALUE_TAG,
     tag,
@@ -42,9 +43,6 @@ from qompose.program.meta import (
     values_of,
 )
 from qompose.spec.claim import Claim, Operand
-
-PARAMETER = "parameter"
-"""How the ids of parameters end, where those of computed values have operator and port."""
 
 
 @dataclass(frozen=True, order=True)

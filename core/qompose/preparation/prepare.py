@@ -52,7 +52,7 @@ from qompose.program.graph import (
     value_of,
 )
 from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, give_source, tag
-from qompose.program.user_input import as_graph_module
+from qompose.program.user_program import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import (

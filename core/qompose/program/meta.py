@@ -73,6 +73,8 @@ VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
 """Facts that tell which values of the exported program a node gives (`plan.operator_ids.identify`), and
 as which integers where it gives those: scale, zero point, least and largest; and by which factors it is off
 the value itself where channels are balanced, each with its dimension or the shape that they have together."""
+PARAMETER = "parameter"
+"""How the ids of parameters end, where those of computed values have operator and port."""
 _OF_VALUES = (VALUE_TAG, INTEGERS_TAG, FACTORS_TAG)
 
 

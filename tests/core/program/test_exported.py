@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.graph import get_attribute, refresh
+from qompose.program.graph import get_attribute, module_path, refresh
 from qompose.program.meta import REGION_TAG, untag
-from qompose.program.user_input import as_graph_module
+from qompose.program.user_program import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn import functional
 
-from tests.core.toy import Model, export, prepare, randn, toy
+from tests.core.toy import LINEAR, Model, export, prepare, randn, toy
 from tests.zoo import ZooModel, by_name, tagged
 
 CHOSEN = {
@@ -185,3 +186,45 @@ def test_what_went_through_qompose_is_refused_with_its_stage() -> None:
         untag(node, REGION_TAG)  # as of a prepared model whose observers an export left out
     with pytest.raises(qompose.errors.StageError, match="linear"):
         qompose.prepare_pt2e(exported, toy())
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "parts with layers": (lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()), ("0", "1")),
+    "layers": (lambda: nn.Linear(3, 3), ("",)),
+    "functions": (
+        lambda: Model(lambda m, x: functional.linear(x, m.a.weight).cos(), a=nn.Linear(3, 3)),
+        ("", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("named", PARTS)
+@pytest.mark.parametrize("between", [nn.Tanh, nn.Identity])
+def test_parts_quantized_before_have_their_paths_in_the_whole(
+    named: str, between: type[nn.Module]
+) -> None:
+    """A strict export keeps those that operators had in their part, which two parts may have."""
+    make, inside = PARTS[named]
+
+    def part() -> nn.Module:
+        prepared = prepare(export(make(), X), toy(LINEAR))
+        prepared(X)
+        return qompose.convert_pt2e(prepared)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.between = part(), between()
+            self.blocks = nn.ModuleList([part()])
+            self.last = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.blocks[0](self.between(self.one(x))))  # type: ignore[no-any-return]
+
+    ours = as_graph_module(export(Whole(), X, strict=True), "a test")
+    borders = ("quantize", "dequantize")
+    called = [n for n in ours.graph.nodes if n.op == "call_function"]
+    paths = [module_path(n) for n in called if not n.name.startswith(borders)]
+    of_parts = [f"{place}.{path}".rstrip(".") for place in ("one", "blocks.0") for path in inside]
+    assert [path for path in paths if path != "between"] == [*of_parts, "last"]
+    assert {module_path(n) for n in called if n.name.startswith(borders)} <= {*of_parts}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from qompose.program.batches import binder
 from qompose.program.stepping import Given, Seen, steps
-from qompose.program.user_input import binder
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree

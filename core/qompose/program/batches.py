@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users hand in, an exported program or batches of inputs, brought into one form and checked."""
+"""Batches of inputs that users hand in: checked, bound to a program, run on copies, kept."""
 
 from __future__ import annotations
 
 import copy
-import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -22,138 +19,12 @@ from qompose.errors import (
     BatchError,
     CalibrationError,
     InputError,
-    NotExportedError,
-    StageError,
     UserError,
     first_of,
     is_kind,
 )
 from qompose.program.aliasing import inputs_written
-from qompose.program.call_signature import check_calls
-from qompose.program.control_flow import nodes_in
-from qompose.program.graph import copy_graph_module, pytree_info, replace_nested, set_attribute
-from qompose.program.meta import (
-    CLAIM_TAG,
-    FACTORS_TAG,
-    INTEGERS_TAG,
-    KERNELS_TAG,
-    OPERATOR_TAG,
-    REGION_TAG,
-    STAGE_KEY,
-    VALUE_TAG,
-    tag_of,
-    untag,
-)
-
-Spec = TypeVar("Spec", InputSpec, OutputSpec)
-_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
-
-
-def as_graph_module(model: object, function: str) -> GraphModule:
-    """Return a copy of the GraphModule of an exported program, sharing its parameters.
-
-    Raises:
-        NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
-        StageError: it went through qompose already, unless parts of it were converted and it was exported.
-    """
-    if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
-        stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
-        raise StageError(f"{function} expects an exported program, got a {stage} model")
-    if (earlier := earlier_stage(model)) is not None:
-        done, name = earlier
-        raise StageError(
-            f"{function} expects a program without prepared or lowered parts, but {name} was "
-            f"{done} before the export; export the model that convert_pt2e returns instead, with "
-            "quantize and dequantize operators"
-        )
-    if isinstance(model, ExportedProgram):
-        return _forgetting(unlifted(model))
-    if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
-        return _forgetting(check_calls(copy_graph_module(model)))
-    raise NotExportedError(model, function)
-
-
-def earlier_stage(model: object) -> tuple[str, str] | None:
-    """Return "prepared" or "lowered" and a node that was so before the export; None if it can be prepared."""
-    nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
-    earlier = [node for node in nodes if tag_of(node, CLAIM_TAG) is not None]
-    lowered = next((node.name for node in earlier if tag_of(node, KERNELS_TAG) is not None), None)
-    if lowered is not None:
-        return "lowered", lowered
-    converted = any(tag_of(node, REGION_TAG) is not None for node in earlier)
-    return ("prepared", earlier[0].name) if earlier and not converted else None
-
-
-def _forgetting(program: GraphModule) -> GraphModule:
-    """Remove, in place, what an earlier quantization of parts of a program says in its own numbers."""
-    for node in nodes_in(program):
-        facts = [CLAIM_TAG, OPERATOR_TAG, VALUE_TAG, INTEGERS_TAG, FACTORS_TAG]
-        # Export says of each output what is said of its operator, as if it were another of those.
-        if (maker := _maker(node)) is not node and tag_of(node, REGION_TAG) == tag_of(
-            maker, REGION_TAG
-        ):
-            facts.append(REGION_TAG)
-        for fact in facts:
-            if tag_of(node, fact) is not None:
-                untag(node, fact)
-    return program
-
-
-def _maker(node: Node) -> Node:
-    """Return the operator of which a node is an output; the node itself where it is none."""
-    while node.target is operator.getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def unlifted(program: ExportedProgram) -> GraphModule:
-    """Return `program.module()`, in a time that is linear in the number of parameters.
-
-    For every parameter, torch 2.13 looks through all modules that stand beside the parameter's own: 5 s
-    for a chain of 2,000. So it is given names without modules in them, which are put right afterwards.
-    """
-    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target]
-    flat = {target: f"_qompose_{number}" for number, target in enumerate(dict.fromkeys(targets))}
-    module = _renamed(program, flat).module(check_guards=False)
-    assert isinstance(module, GraphModule)
-    originals = {short: target for target, short in flat.items()}
-    values = {short: getattr(module, short) for short in originals if hasattr(module, short)}
-    for short in values:  # all of them first: a model's own name may look like a short one
-        delattr(module, short)
-    for short, value in values.items():
-        set_attribute(module, originals[short], value)
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target in originals:
-            node.target = originals[node.target]
-            node._rename(node.target.replace(".", "_"))
-    replace_nested(module, copy_graph_module)  # bodies are the program's own until here
-    return check_calls(module)
-
-
-def _renamed(program: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:
-    """Return a program with other names for its parameters and buffers, sharing graph and tensors."""
-    signature = program.graph_signature
-    outputs = [_with_target(s, names) if s.kind in _WRITES else s for s in signature.output_specs]
-    return ExportedProgram(
-        root=program.graph_module,
-        graph=program.graph,
-        graph_signature=ExportGraphSignature(
-            [_with_target(spec, names) for spec in signature.input_specs], outputs
-        ),
-        state_dict=_rekeyed(program.state_dict, names),
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        constants=_rekeyed(program.constants, names),
-        verifiers=program.verifiers,
-    )
-
-
-def _with_target(spec: Spec, names: Mapping[str, str]) -> Spec:
-    return replace(spec, target=names.get(spec.target, spec.target)) if spec.target else spec
-
-
-def _rekeyed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in values.items()}
+from qompose.program.graph import pytree_info
 
 
 def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
