@@ -268,14 +268,17 @@ class _Arbiter:
                 self._reject(claim, _WAITED, Kind.WAITED)
 
     def refuse_what_nobody_reads(self) -> None:
-        """Let claims fall that need a reader of integers and have none, the last of a chain first."""
-        unread = [claim for claim in self.result.chosen if claim.needs_reader]
-        for claim in sorted(unread, key=lambda claim: -self.position[claim.nodes[0]]):
-            read = {s.point.source for c in self.result.chosen for s in c.specs if s.point.user}
-            if claim.output not in read:
-                self.result.chosen.remove(claim)
-                self.lost.append(claim)
-                self._reject(claim, _UNREAD if _moves(claim) else _ROUNDED)
+        """Let claims fall that need a reader of integers and have none, and decide again about the losers."""
+        while (claim := self._last_unread()) is not None:
+            self._reject(claim, _UNREAD if _moves(claim) else _ROUNDED)
+            self._release([claim])
+            self.withdrawn.append(claim)
+
+    def _last_unread(self) -> Claim | None:
+        """Return a claim without the reader that it needs: of a chain the last, which others depend on."""
+        read = {s.point.source for c in self.result.chosen for s in c.specs if s.point.user}
+        unread = (c for c in self.result.chosen if c.needs_reader and c.output not in read)
+        return max(unread, key=lambda claim: self.position[claim.nodes[0]], default=None)
 
     def speaks_of_products(self) -> bool:
         """Tell whether a rule, or another quantizer, has anything to say of an operator that multiplies."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import compose
@@ -289,6 +290,18 @@ def test_where_they_are_taken(function: Callable[[nn.Module, Tensor], Tensor], t
     clones = [o for o in plan_of(prepared).operators if o.operator == "aten.clone"]
     assert len([o for o in clones if o.claim is not None]) == taken
     assert all(o.reason.startswith("toy: ") for o in clones if o.claim is None)
+
+
+def test_who_lost_to_what_nobody_reads_gets_its_turn() -> None:
+    """The claim of the first member falls after the second's lost to it."""
+    first, second = replace(RELU, carries=True), replace(RELU, name="relu of another")
+    model = seeded(Model(lambda m, x: m.one(x).relu().tanh(), one=nn.Linear(8, 8)))
+    program = export(model, randn(3, 8))
+    prepared = prepare(program, compose(toy(LINEAR, first), toy(second, name="other")))
+    assert claimed(prepared) == {"linear": ("linear",), "relu of another": ("relu",)}
+    assert not plan_of(prepared).conflicts
+    reasons = [row.reason for row in qompose.report(prepared).rows if "relu" in row.operator]
+    assert not any("lost" in reason for reason in reasons)
 
 
 def test_capabilities_say_so() -> None:
