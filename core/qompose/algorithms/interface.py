@@ -115,9 +115,17 @@ class Algorithm:
     def is_asked(self, claim: Claim) -> bool:
         """Tell whether a claim asks for it, by its word or as an equal object."""
         return any(
-            choice == self or (not isinstance(choice, Algorithm) and word_of(choice) == self.word)
+            choice == self
+            or (not isinstance(choice, Algorithm) and self._is_named(word_of(choice)))
             for choice in claim.algorithms
         )
+
+    def _is_named(self, word: str) -> bool:
+        """Tell whether it is what a word stands for, not the same with other options."""
+        if word != self.word:
+            return False
+        installed = _INSTALLED.get(word)
+        return str(self) == word if installed is None else self == installed
 
     def is_wanted(self, claim: Claim, found: Calibrated | None = None) -> bool:
         """Tell whether a claim asks for it, or leaves it to the engine.
@@ -127,7 +135,7 @@ class Algorithm:
         """
         if self.is_asked(claim):
             return True
-        if self.word not in claim.unasked:
+        if not any(map(self._is_named, claim.unasked)):
             return False
         if found is None or not found.repeated:
             return True
@@ -420,15 +428,9 @@ class Algorithms:
                 parts = [
                     (number, _part(algorithm.learns(claim)))
                     for number, claim in enumerate(claims)
-                    if algorithm.is_asked(claim) and self._is_meant(algorithm, claim)
+                    if algorithm.is_asked(claim)
                 ]
             yield from ((algorithm, number, part) for number, part in parts if part is not None)
-
-    def _is_meant(self, algorithm: Algorithm, claim: Claim) -> bool:
-        """Tell whether a claim that asks for a word means this one, not the same with other options."""
-        same = [one for one in self.members if one.word == algorithm.word]
-        plain = min(same, key=lambda one: str(one) != one.word)
-        return plain is algorithm or algorithm in claim.algorithms
 
     def without_data(self, claims: Sequence[Claim]) -> Counter[str]:
         """Count by word the claims that ask for what needs calibration data."""
@@ -513,7 +515,12 @@ def load_algorithm(word: str) -> Algorithm:
     outcome = _load(found[word])
     if isinstance(outcome, str):
         raise PluginError(word, found[word].source, outcome, found[word].kind)
+    _INSTALLED[word] = outcome
     return outcome
+
+
+_INSTALLED: dict[str, Algorithm] = {}
+"""What was loaded of other packages, by word."""
 
 
 def check_algorithm(info: BackendInfo) -> Health:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig
+from qompose import QuantizationConfig, algorithms
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
 from qompose.observers import AutoRangeObserver
@@ -199,3 +199,16 @@ def test_solving_changes_no_model_and_inserting_no_solution(fold_quantize: bool)
     after = (*solution.parameters.values(), *solution.biases.values())
     assert all(torch.equal(one, other) for one, other in zip(after, tensors, strict=True))
     assert str(prepared.graph) != graph
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["by word", "by default"])
+def test_the_same_with_other_options_is_not_asked_by_the_word(asked: bool) -> None:
+    """It was refused on the other's layers, where nobody wanted it."""
+    named = replace(PLAIN, algorithms=(GPTQ,)) if asked else replace(PLAIN, algorithms=None)
+    with_options = replace(PLAIN, algorithms=(algorithms.GPTQ(damping=0.05),))
+    quantizer = toy(LINEAR, config=named).set_module_name("2", with_options)
+    converted = convert(program(), quantizer, rows())
+    lines = [line for line in qompose.report(converted).rewrites if line.startswith(GPTQ)]
+    first, second = (next(line for line in lines if f"in {layer})" in line) for layer in "02")
+    assert first.startswith("gptq on ") and second.startswith("gptq with damping 0.05 on ")
+    assert not [note for note in qompose.report(converted).notes if "gptq" in note]
