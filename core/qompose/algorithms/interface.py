@@ -304,10 +304,20 @@ def _checked(found: Calibrated, *, groups: bool) -> Iterator[None]:
     for name, value in found.parameters.items():
         if name not in parameters or value is not parameters[name]:
             _check_parameter(found, name, value)
+            found.parameters[name] = value.detach().clone()  # whoever gave it may write to it again
     for number in {**found.qparams, **found.integers} if groups else ():
         now = found.qparams.get(number), found.integers.get(number)
         if now[0] is not qparams.get(number) or now[1] is not integers.get(number):
             _check_group(found, number, qparams.get(number))
+
+
+def _check_learned(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that were set where only scales and integers of weights are kept."""
+    if other := [name for name, value in now.items() if value is not before.get(name)]:
+        raise ValueError(
+            f"{', '.join(other)} cannot be learned: `learn` decides on scales and integers of weights. Set "
+            "parameters that stay in float in `correct`, which finds what was learned"
+        )
 
 
 UNREPORTED: Final = "reported neither a change nor a reason"
@@ -447,8 +457,10 @@ class Algorithms:
         """Let one of them decide on the weights of a block."""
         for member, blamed in self._each(f"learn {block.name}", found, groups=True):
             if member is algorithm:
+                before = dict(found.parameters)
                 with blamed:
                     member.learn(found, block)
+                    _check_learned(before, found.parameters)
 
     def correct(self, found: Calibrated, *, unlearned: bool = False) -> None:
         """Let each change integers and parameters.

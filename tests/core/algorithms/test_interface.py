@@ -32,6 +32,7 @@ from qompose.errors import CalibrationError, ConfigError, MemberError, PluginErr
 from qompose.observers import config_from_json, config_to_json
 from qompose.observers.channel_ranges import INPUT, Balance
 from qompose.plan.plan import Group, Rewrite
+from qompose.program.graph import get_attribute
 from qompose.spec.claim import Claim
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -179,7 +180,8 @@ def bias(found: Calibrated) -> tuple[str, torch.Tensor]:
     ("step", "value"),
     [("correct", lambda b: b * torch.nan), ("learn", lambda b: b / 0), ("correct", lambda b: b[:1]),
      ("scale_inputs", lambda b: b[:1]), ("choose_qparams", lambda b: b * torch.nan),
-     ("correct", lambda b: b.double()), ("learn", lambda b: b.tolist()), ("correct", lambda b: None)],
+     ("correct", lambda b: b.double()), ("learn", lambda b: b.tolist()), ("correct", lambda b: None),
+     ("learn", lambda b: b + 1)],
 )  # fmt: skip
 def test_parameters_that_cannot_take_the_place_of_others_are_named(step: str, value: Any) -> None:
     def put(found: Calibrated, *_: Any) -> None:
@@ -235,6 +237,20 @@ def test_integers_that_cannot_be_are_named(step: str, other: Any) -> None:
 def test_scales_that_are_written_in_place_are_checked() -> None:
     with pytest.raises(CalibrationError, match="_0_weight"):
         converted(wrong("correct", lambda found: first(found)[2].scale.zero_()))
+
+
+def test_parameters_that_were_set_are_a_copy() -> None:
+    kept = []
+
+    def put(found: Calibrated) -> None:
+        name, old = bias(found)
+        found.parameters[name] = old + 1
+        kept.append((str(found.nodes[name].target), found.parameters[name]))
+
+    model = converted(wrong("correct", put))
+    [(path, given)] = kept
+    given.zero_()
+    assert bool(get_attribute(model, path).any())
 
 
 def test_integers_that_were_set_are_a_copy() -> None:
