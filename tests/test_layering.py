@@ -36,7 +36,7 @@ QUICK = {
     "cli.new_backend": {"importlib_metadata"},
 }
 
-MAX_CORE_MODULES, MAX_TOP_FILES, MAX_PUBLIC_NAMES = 149, 9, 40
+MAX_CORE_MODULES, MAX_TOP_FILES, MAX_PUBLIC_NAMES = 150, 9, 40
 MAX_FUNCTION_LINES = 60
 
 

@@ -19,6 +19,7 @@ from qompose.backend.interface import Backend, Finished, Methods, Target
 from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
 from qompose.console import staging
 from qompose.errors import ConfigError, TargetError, blaming, near_names
+from qompose.lowering.kernel_errors import name_failing_kernels
 from qompose.lowering.layouts import allow_any, made_by_kernels
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.methods import (
@@ -212,6 +213,7 @@ def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
     for part in graphs_in(module):
         part.recompile()
+    name_failing_kernels(module)
     return Finished(module)
 
 
