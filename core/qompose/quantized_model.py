@@ -41,13 +41,13 @@ from qompose.files import place_for
 from qompose.lowering.compilation import CompiledModel, compile_lowered
 from qompose.lowering.lower_regions import check_target, lower
 from qompose.plan.plan import Record
+from qompose.plan.user_program import unlifted
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.aliasing import inputs_written
 from qompose.program.batches import arguments_of
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
 from qompose.program.graph import copy_graph_module, one_thread_at_a_time
 from qompose.program.meta import META_KEY
-from qompose.program.user_program import unlifted
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import QuantizerLike, as_composition
 from qompose.reporting.build_report import report

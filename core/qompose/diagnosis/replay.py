@@ -20,9 +20,14 @@ from qompose.plan.operator_ids import (
     identify,
     isolate,
     restore_written,
-    was_quantized_as_a_whole,
 )
 from qompose.plan.plan import Record, rewritten_identity
+from qompose.plan.user_program import (
+    as_graph_module,
+    earlier_stage,
+    unlifted,
+    was_quantized_as_a_whole,
+)
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, get_attribute, owner_of, set_attribute
@@ -37,7 +42,6 @@ from qompose.program.meta import (
 )
 from qompose.program.rewrites import Candidate, apply_rewrites, is_rewrite, splits
 from qompose.program.stepping import Given, Steps, repeatable, run_call, steps
-from qompose.program.user_program import as_graph_module, earlier_stage, unlifted
 from qompose.reporting.build_report import one_of
 from qompose.spec import qdq
 from qompose.spec.qparams import along

@@ -19,12 +19,12 @@ from qompose.errors import ConfigError, first_of, near_names
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.operator_ids import QUANTIZED_BEFORE, UNKNOWN_QUANTIZER, isolate
 from qompose.plan.plan import Operator
+from qompose.plan.user_program import as_graph_module
 from qompose.preparation.annotate import annotate
 from qompose.preparation.prepare import backends_of, make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import Candidate
-from qompose.program.user_program import as_graph_module
 from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import (

@@ -37,8 +37,8 @@ from qompose.diagnosis.tuning_trials import (
     territory,
 )
 from qompose.errors import TuningError, UserError
+from qompose.plan.user_program import as_graph_module
 from qompose.program.batches import check_limit, check_several, keeper, run_batch
-from qompose.program.user_program import as_graph_module
 from qompose.quantizer.composition import QuantizerLike, as_quantizer
 from qompose.spec.quantization_spec import QuantizationConfig
 

@@ -32,11 +32,11 @@ from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.plan.operator_ids import Site, isolate
 from qompose.plan.plan import Operator, Plan, Record
+from qompose.plan.user_program import as_graph_module
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.control_flow import hoist_constants
 from qompose.program.graph import module_path, refresh
 from qompose.program.meta import META_KEY
-from qompose.program.user_program import as_graph_module
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.quantizer.selector_matching import Program, calls_of

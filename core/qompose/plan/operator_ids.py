@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose.program.aliasing import written_buffers
@@ -33,7 +32,6 @@ from qompose.program.graph import (
     set_attribute,
 )
 from qompose.program.meta import (
-    CLAIM_TAG,
     GROUP_TAG,
     PARAMETER,
     REGION_TAG,
@@ -220,17 +218,6 @@ def earlier_regions(model: GraphModule) -> list[tuple[Claim, str]]:
             copies[fact["of"]].append(copy := {})
         copy[fact["name"]] = node
     return [_known_again(copy) for several in copies.values() for copy in several]
-
-
-def was_quantized_as_a_whole(program: ExportedProgram | GraphModule) -> bool:
-    """Tell whether a program is one that was quantized and exported again, so that its ids are its own.
-
-    Of parts that were quantized apart, each has ids that another may have too.
-    """
-    facts = [tag_of(node, REGION_TAG) for node in program.graph.nodes]
-    programs = {fact["of"].rpartition("/")[0] for fact in facts if fact is not None}
-    claimed = any(tag_of(node, CLAIM_TAG) is not None for node in program.graph.nodes)
-    return claimed and len(programs) <= 1
 
 
 def _known_again(nodes: Mapping[str, Node]) -> tuple[Claim, str]:

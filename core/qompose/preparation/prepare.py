@@ -36,6 +36,7 @@ from qompose.plan.methods import each_method
 from qompose.plan.operator_ids import earlier_regions, fingerprint, identify, isolate
 from qompose.plan.plan import Group, Operator, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
+from qompose.plan.user_program import as_graph_module
 from qompose.preparation.annotate import Annotated, annotate
 from qompose.preparation.readers import tell_readers
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
@@ -52,7 +53,6 @@ from qompose.program.graph import (
     value_of,
 )
 from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, give_source, tag
-from qompose.program.user_program import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose.plan.user_program import as_graph_module
 from qompose.program.graph import get_attribute, module_path, refresh
 from qompose.program.meta import REGION_TAG, untag
-from qompose.program.user_program import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional

@@ -37,6 +37,7 @@ from qompose.program.meta import (
     untag,
     values_of,
 )
+from qompose.spec.qdq import is_of_quantization
 
 Spec = TypeVar("Spec", InputSpec, OutputSpec)
 _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -108,7 +109,9 @@ class _Part:
 
     def begins_anew_with(self, node: Node) -> bool:
         """Tell whether an operator is of another part, or of another call of this one."""
-        again = not self.values.isdisjoint(_computed(node))
+        # Export may take an operator apart, whose pieces give its value one behind the other.
+        last = set(_computed(self.nodes[-1])) if self.nodes else set[str]()
+        again = not (self.values - last).isdisjoint(_computed(node))
         others = (self.quantized, _quantized(node)), (self.place, _place_seen_by(node))
         return again or any(None not in pair and pair[0] != pair[1] for pair in others)
 
@@ -147,16 +150,11 @@ def _share(nodes: list[Node], before: _Part, behind: _Part, path: str | None) ->
         path: of the second operator, in its part; None where the program has none.
     """
     known = module_path(before.nodes[-1]) if before.nodes else None
-    for node in filter(_is_border, nodes):
+    for node in filter(is_of_quantization, nodes):
         if module_path(node) == path:
             behind.take(node)
         elif module_path(node) == known:
             before.take(node)
-
-
-def _is_border(node: Node) -> bool:
-    """Tell whether a node quantizes or dequantizes: such nodes give no value of the float program."""
-    return str(node.target).startswith("quantized_decomposed.")
 
 
 def _computed(node: Node) -> list[str]:
@@ -183,6 +181,18 @@ def _place_seen_by(node: Node) -> str | None:
 
 def _owner(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def was_quantized_as_a_whole(program: ExportedProgram | GraphModule) -> bool:
+    """Tell whether a program is one that was quantized and exported again, so that its ids are its own.
+
+    Those of a part are of its place in the part, and another may have them too.
+    """
+    if not any(tag_of(node, CLAIM_TAG) is not None for node in program.graph.nodes):
+        return False
+    parts = _parts(unlifted(program) if isinstance(program, ExportedProgram) else program)
+    programs = {part.quantized for part in parts if part.quantized is not None}
+    return len(programs) <= 1 and not any(part.place for part in parts)
 
 
 def _forget(program: GraphModule) -> None:
