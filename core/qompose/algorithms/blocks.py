@@ -53,6 +53,7 @@ class LearnedWeight:
     Attributes:
         path: of the parameter.
         algorithm: which learned it, with its options.
+        inputs: how the inputs of its product were quantized, which what was learned made up for.
         line: what the report says of it.
         scale_before, zero_point_before: the parameters it was learned with; not valid for others.
         scale, zero_point: those that it has now.
@@ -61,6 +62,7 @@ class LearnedWeight:
 
     path: str
     algorithm: str
+    inputs: str
     line: str
     scale_before: Tensor
     zero_point_before: Tensor

@@ -46,7 +46,9 @@ from qompose.program.graph import (
     module_stack,
 )
 from qompose.program.meta import META_KEY
+from qompose.spec.claim import Claim
 from qompose.spec.qdq import integers_of, values_of_integers
+from qompose.spec.quantization_spec import describe_spec
 
 
 def learns(plan: Plan) -> bool:
@@ -57,7 +59,8 @@ def learns(plan: Plan) -> bool:
 def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | None, list[str]]:
     """Return what a program's claims ask for of what was learned elsewhere, and lines of what that lacks.
 
-    What another algorithm learned of a weight, or the same with other options, does not stand in for it.
+    What another algorithm learned of a weight, or the same with other options or for inputs quantized in
+    another way, does not stand in for it.
     """
     plan: Plan = prepared.meta[META_KEY].plan
     if learned is None:
@@ -66,12 +69,12 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
     tensors = {str(node.target): _tensor(node) for node in nodes_in(prepared)}
     kept, idle = dict[_Wish, LearnedWeight](), Counter[str]()
     for weight in learned.weights:
-        wish = weight.algorithm, tensors.get(weight.path)
+        wish = weight.algorithm, weight.inputs, tensors.get(weight.path)
         if wish in wanted:
             kept[wish] = weight
         else:
             idle[wish[0]] += 1
-    heads = tuple({f"{algorithm} was not applied to " for algorithm, _ in wanted})
+    heads = tuple({f"{algorithm} was not applied to " for algorithm, *_ in wanted})
     refused = [line for line in learned.refused if line.startswith(heads)]
     lacking = [
         describe(node)
@@ -89,17 +92,25 @@ def usable(learned: Learned | None, prepared: GraphModule) -> tuple[Learned | No
     return Learned(tuple(kept.values()), tuple(refused), learned.whole), lines
 
 
-_Wish = tuple[str, Any]
-"""An algorithm that is to learn of a weight, with its options, and where that is."""
+_Wish = tuple[str, str, Any]
+"""An algorithm that is to learn of a weight, with options, how inputs are quantized, and where that is."""
 
 
 def _wanted(prepared: GraphModule, plan: Plan) -> Iterator[tuple[_Wish, Node]]:
     """Yield which algorithms are to learn of which weights, each with its product."""
     nodes = {node.name: node for node in nodes_in(prepared)}
     for algorithm, number, _ in algorithms_of(plan.claims).learning(plan.claims):
-        node = product_node(plan.claims[number], nodes)
+        claim = plan.claims[number]
+        node = product_node(claim, nodes)
         if node is not None and (tensor := _tensor(Operands.of(node).weight)) is not None:
-            yield (str(algorithm), tensor), node
+            yield (str(algorithm), _inputs_of(claim, Operands.of(node)), tensor), node
+
+
+def _inputs_of(claim: Claim, product: Operands) -> str:
+    """Return how the inputs of a product are quantized, as text."""
+    points = (product.source.name, None), (product.source.name, product.node.name)
+    specs = [spec.spec for spec in claim.specs if (spec.point.source, spec.point.user) in points]
+    return f"{claim.mode}, {', '.join(map(describe_spec, specs)) or 'float'}"
 
 
 def _tensor(node: Node) -> tuple[object, ...] | None:
@@ -122,6 +133,7 @@ class _Asked:
     algorithm: Algorithm
     part: Part
     product: Operands
+    inputs: str
 
     @property
     def path(self) -> str:
@@ -129,9 +141,10 @@ class _Asked:
         return str(self.product.weight.target)
 
     def is_learned_in(self, known: Mapping[str, LearnedWeight]) -> bool:
-        """Tell whether its algorithm decided on the weight, and no other did."""
+        """Tell whether its algorithm decided on the weight for such inputs, and no other did."""
         weight = known.get(self.path)
-        return weight is not None and weight.algorithm == str(self.algorithm)
+        found = None if weight is None else (weight.algorithm, weight.inputs)
+        return found == (str(self.algorithm), self.inputs)
 
 
 @dataclass(frozen=True)
@@ -238,7 +251,7 @@ class _Walk:
                     )
                 if product.node.name not in self.quantized.place:
                     raise NotChanged("an observer from another package replaces it in conversion")
-                yield _Asked(algorithm, part, product)
+                yield _Asked(algorithm, part, product, _inputs_of(claim, product))
 
     def units(self, asked: Sequence[_Asked]) -> list[_Unit]:
         """Return the parts to learn of, in the order of the program; parts that overlap are one."""
@@ -327,7 +340,7 @@ class _Walk:
                 begins = f"{algorithm} on {where}"
                 said = (line for line in found.made[made:] if line.startswith(begins))
                 yield LearnedWeight(
-                    one.path, str(algorithm), next(said, begins),
+                    one.path, str(algorithm), one.inputs, next(said, begins),
                     q.scale, q.zero_point, now.scale, now.zero_point, found.integers[number],
                 )  # fmt: skip
             elif not any(where in line for line in found.refused[refused:]):

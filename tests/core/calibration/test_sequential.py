@@ -218,6 +218,18 @@ class TestStatistics:
         with pytest.raises(CalibrationError, match="batches"):
             calibrated(net(1), SEQUENTIAL, limit=2, resume=path)
 
+    def test_what_was_learned_for_other_inputs_is_not_taken(self, tmp_path: Path) -> None:
+        """Its integers make up for the errors of those."""
+        path = tmp_path / "seen.safetensors"
+        other = replace(MODES["dynamic"], algorithms=SEQUENTIAL.algorithms)
+        calibrated(net(1), SEQUENTIAL, resume=path)
+        resumed = calibrated(net(1), other, resume=path)
+        anew = calibrated(net(1), other)
+        one, two = (qompose.convert_pt2e(m).state_dict() for m in (resumed, anew))
+        assert all(torch.equal(one[k], two[k]) for k in two)
+        with pytest.raises(StatisticsError, match="algorithm must learn"):
+            learned()[1].apply(observed(net(1), other))
+
     def test_parts_that_were_merged_lack_it(self) -> None:
         _, seen = learned()
         with pytest.raises(StatisticsError, match="algorithm must learn"):
