@@ -202,7 +202,7 @@ class InputMoments(Inputs):
 def _in_unit_of_its_own(difference: Tensor) -> tuple[Tensor, float]:
     """Return what weights are off by in a unit, and by what a square in it is multiplied to be without."""
     unit = unit_of(difference)
-    return in_unit(difference, unit), unit**-2
+    return in_unit(difference, unit).float(), unit**-2
 
 
 def times_smaller(before: float, after: float) -> float:

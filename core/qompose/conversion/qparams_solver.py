@@ -236,7 +236,8 @@ class QParamsSolver:
             if applied is None:
                 raise CalibrationError(
                     f"the integers of {self.describe(number)} were learned for other scales or "
-                    "zero points. Run qompose.calibrate again with batches"
+                    "zero points. Run qompose.calibrate again with batches and, if resume= was "
+                    "given, another file"
                 )
             found.qparams[number], found.integers[number] = applied
             found.made.append(weight.line)

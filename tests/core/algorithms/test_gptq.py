@@ -491,3 +491,9 @@ def test_moments_come_back_from_files_and_merge(tmp_path: Path) -> None:
         (tmp_path / "it.json").write_text(json.dumps(written))
         with pytest.raises(StatisticsError, match=r"it\.json"):
             qompose.Statistics.load(tmp_path / "it.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_differences_may_have_any_float_type(dtype: torch.dtype) -> None:
+    rows, off = input_rows(data(0, 8, 4)), torch.ones(1, 3, 4)
+    assert rows.error(off.to(dtype)) == rows.error(off)
