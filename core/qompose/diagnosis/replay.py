@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +22,11 @@ from qompose.plan.operator_ids import (
     isolate,
     restore_written,
 )
-from qompose.plan.plan import Record, rewritten_identity
+from qompose.plan.plan import Record
 from qompose.plan.user_program import (
     as_graph_module,
     earlier_stage,
+    has_quantized_parts,
     unlifted,
     was_quantized_as_a_whole,
 )
@@ -61,7 +63,7 @@ class Side:
         run: how it is called as a whole.
         record: what qompose knows of it.
         fingerprint: of a float program's parameters.
-        given: an exported program as it was handed in.
+        given: an exported program as it was handed in, if parts of it were quantized before.
     """
 
     stage: str
@@ -70,6 +72,11 @@ class Side:
     record: Record | None = None
     fingerprint: str = ""
     given: ExportedProgram | GraphModule | None = None
+
+    @property
+    def name(self) -> str:
+        """Return what it is called."""
+        return EXPORTED if self.stage == FLOAT and self.given is not None else self.stage
 
 
 def side_of(model: Any, argument: str) -> Side:
@@ -111,25 +118,39 @@ def _from_the_start(model: GraphModule, record: Record) -> GraphModule:
 
 def _exported(model: ExportedProgram | GraphModule) -> Side:
     """Return a program without a record: one that is quantized as a whole has its ids, others get them."""
-    if was_quantized_as_a_whole(model):
-        quantized = unlifted(model) if isinstance(model, ExportedProgram) else model
-        return Side(EXPORTED, quantized, quantized, given=model)
-    return _identified(model)
+    return _with_ids_kept(model) if was_quantized_as_a_whole(model) else _identified(model)
 
 
-def prepared_from(side: Side, record: Record | None) -> Side:
-    """Return a side whose values have the ids that they have for a record, if it is of this program.
+def with_ids_alike(one: Side, two: Side) -> tuple[Side, Side]:
+    """Return two sides with the ids of which they have most in common.
 
-    What was quantized and exported again has ids of its own, but a program that was prepared from it has
-    others: those of an exported program like any other.
+    What was quantized and exported again has those of the program that it was made from, and as an exported
+    program like any other those that it gets here: what it was made from may be a part of it, and another
+    program may have been prepared from it.
     """
-    if side.stage != EXPORTED or record is None or earlier_stage(side.given) is not None:
-        return side
-    assert side.given is not None
-    found = _identified(side.given)
-    assert found.graph is not None
-    identity = rewritten_identity(fingerprint(found.graph), record.plan.rewrites)
-    return found if identity == record.fingerprint else side
+    pairs = product(_forms_of(one), _forms_of(two))
+    return max(pairs, key=lambda pair: len(_ids_of(pair[0]) & _ids_of(pair[1])))
+
+
+def _forms_of(side: Side) -> Iterator[Side]:
+    """Yield a side, and what else its values may be called."""
+    yield side
+    if side.given is None:
+        return
+    if side.stage != EXPORTED:
+        yield _with_ids_kept(side.given)
+    elif earlier_stage(side.given) is None:
+        yield _identified(side.given)
+
+
+def _ids_of(side: Side) -> set[str]:
+    nodes = () if side.graph is None else nodes_in(side.graph)
+    return {value for node in nodes for value in values_of(node)}
+
+
+def _with_ids_kept(model: ExportedProgram | GraphModule) -> Side:
+    quantized = unlifted(model) if isinstance(model, ExportedProgram) else model
+    return Side(EXPORTED, quantized, quantized, given=model)
 
 
 def _identified(model: ExportedProgram | GraphModule) -> Side:
@@ -137,7 +158,8 @@ def _identified(model: ExportedProgram | GraphModule) -> Side:
     # What writes to its buffers holds something else once it was run.
     identity = "" if written_buffers(graph.graph) else fingerprint(graph)
     isolate(graph)
-    return Side(FLOAT, graph, graph, fingerprint=identity)
+    given = model if has_quantized_parts(model) else None
+    return Side(FLOAT, graph, graph, fingerprint=identity, given=given)
 
 
 def with_rewrites_of(side: Side, record: Record | None) -> tuple[GraphModule, GraphModule]:

@@ -31,9 +31,9 @@ from qompose.diagnosis.replay import (
     Side,
     Speaker,
     Values,
-    prepared_from,
     side_of,
     speakers_in,
+    with_ids_alike,
     with_rewrites_of,
 )
 from qompose.errors import (
@@ -95,8 +95,7 @@ def compare(
         MemberError: a metric raised an error.
         CalibrationError: there was no input, or one does not fit the programs.
     """
-    one, two = side_of(reference, "reference"), side_of(other, "other program")
-    one, two = prepared_from(one, two.record), prepared_from(two, one.record)
+    one, two = with_ids_alike(side_of(reference, "reference"), side_of(other, "other program"))
     check_limit(limit)
     own = _metrics(metrics)
     table: OutputTable | ValueTable
@@ -176,7 +175,7 @@ class ValueTable:
         self._lockstep = Lockstep(apart, two.graph, simulated)
         if not any(node.op != "placeholder" for node in self._lockstep.reference.values()):
             raise UserError(
-                f"the {one.stage} and the {two.stage} program have no values in common; do "
+                f"the {one.name} and the {two.name} program have no values in common; do "
                 "they come from the same model? To compare outputs only, pass one as a "
                 "function: lambda *args: model(*args)"
             )
@@ -234,7 +233,7 @@ class ValueTable:
             for name, node in self._computed_by(value)
         ]
         alone = sorted({self._ids.get(n, n) for n in self._annotated() if not self._is_paired(n)})
-        stages, ordered = (self._one.stage, self._two.stage), sorted(rows, key=_badness)
+        stages, ordered = (self._one.name, self._two.name), sorted(rows, key=_badness)
         fingerprint = "" if self._record is None else self._record.fingerprint
         return Comparison(
             *stages, tuple(ordered), tuple(alone), tuple(self._notes()), batches, fingerprint
@@ -377,8 +376,8 @@ class OutputTable:
             f"({', '.join(opaque)})"
         )
         return Comparison(
-            self._one.stage,
-            self._two.stage,
+            self._one.name,
+            self._two.name,
             tuple(sorted(rows, key=_badness)),
             (),
             (note,),

@@ -158,8 +158,9 @@ def _share(nodes: list[Node], before: _Part, behind: _Part, path: str | None) ->
 
 
 def _computed(node: Node) -> list[str]:
-    """Return the values that a node gives, other than parameters: several nodes may give one of those."""
-    return [value for value in values_of(node) if not value.endswith(PARAMETER)]
+    """Return the values that one node of a part gives alone: not parameters, nor what outputs are of."""
+    values = values_of(node) if _maker(node) is node else []
+    return [value for value in values if not value.endswith(PARAMETER)]
 
 
 def _quantized(node: Node) -> str | None:
@@ -183,12 +184,17 @@ def _owner(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def has_quantized_parts(program: ExportedProgram | GraphModule) -> bool:
+    """Tell whether a program or parts of it were prepared, converted or lowered before it was exported."""
+    return any(tag_of(node, CLAIM_TAG) is not None for node in program.graph.nodes)
+
+
 def was_quantized_as_a_whole(program: ExportedProgram | GraphModule) -> bool:
     """Tell whether a program is one that was quantized and exported again, so that its ids are its own.
 
     Those of a part are of its place in the part, and another may have them too.
     """
-    if not any(tag_of(node, CLAIM_TAG) is not None for node in program.graph.nodes):
+    if not has_quantized_parts(program):
         return False
     parts = _parts(unlifted(program) if isinstance(program, ExportedProgram) else program)
     programs = {part.quantized for part in parts if part.quantized is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from qompose.program.rewrites import SCALAR_TO_TENSOR
 from qompose.program.stepping import repeatable
 from qompose.reporting.report_data import EQUAL, ROUNDING
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -286,3 +288,48 @@ def test_what_was_lowered_and_exported_again_is_compared_by_its_own_ids() -> Non
     again = export(qompose.lower(converted), X, strict=True)
     found = qompose.compare(converted, again, [X])
     assert [row.operator for row in found] == ["aten.linear"] * 2
+
+
+@cache
+def part() -> nn.Module:
+    """Layers 0, 1 and 2."""
+    return seeded(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+
+
+@cache
+def quantized_part() -> GraphModule:
+    return convert(export(part(), X), toy(LINEAR), X)
+
+
+def of_products(reference: Any, other: Any) -> dict[str, float]:
+    """The SQNR of each, by its module in the reference."""
+    found = qompose.compare(reference, other, [X])
+    return {row.module: row.sqnr for row in found if row.operator == "aten.linear"}
+
+
+def test_a_part_quantized_before_beside_the_whole_in_float() -> None:
+    """Layer 2 of the part is not the third of the whole."""
+    first, last = seeded(nn.Linear(8, 8), 2), seeded(nn.Linear(8, 8), 3)
+    program = export(nn.Sequential(first, part(), last), X)
+    again = export(nn.Sequential(first, quantized_part(), last), X, strict=True)
+    for other in (again, convert(again, toy(LINEAR), X)):
+        rows = of_products(program, other)
+        assert rows.keys() == {"0", "1.0", "1.2", "2"}
+        run = other.module() if isinstance(other, ExportedProgram) else other
+        whole = toys.sqnr(program.module()(X), run(X))
+        assert rows["2"] == pytest.approx(whole, abs=0.01)
+
+
+@pytest.mark.parametrize("stage", ["float", "converted", "wrapped in float"])
+def test_a_part_quantized_before_beside_what_it_was_made_from(stage: str) -> None:
+    """Its values have ids of the part, and others as values of the whole: those count that both have."""
+    again = export(nn.Sequential(quantized_part(), nn.Softmax(-1)), X, strict=True)
+    others: dict[str, tuple[Any, str]] = {
+        "float": (export(part(), X), ""),
+        "converted": (quantized_part(), ""),
+        "wrapped in float": (export(nn.Sequential(part(), nn.Softmax(-1)), X), "0."),
+    }
+    reference, place = others[stage]
+    rows = of_products(reference, again)
+    assert rows.keys() == {f"{place}0", f"{place}2"}
+    assert min(rows.values()) > 30
