@@ -41,8 +41,9 @@ from qompose.diagnosis.tuning_trials import (
 )
 from qompose.errors import ConfigError, TuningError, UserError
 from qompose.plan.plan import Plan, Record
+from qompose.program.aliasing import DisjointSets
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import constant_of
+from qompose.program.graph import constant_of, layout_of
 from qompose.program.meta import META_KEY
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.rule_quantizer import RuleQuantizer
@@ -173,12 +174,47 @@ class MixedSearch:
 
     def _searched(self) -> bool:
         """Search with the options that there are; tell whether all of those that were tried hold."""
-        options = {site: [*known.values()] for site, known in self.options.items() if known}
+        before = {site: len(known) for site, known in self.options.items()}
+        options = {tied[0]: some for tied in self._tied if (some := self._options_of(tied))}
         if self.max_bytes is None:
             self._fewest_bytes(efficient(options))
         else:
             self._within_bytes(options, self.max_bytes)
-        return all(len(self.options[site]) == len(known) for site, known in options.items())
+        return before == {site: len(known) for site, known in self.options.items()}
+
+    @cached_property
+    def _tied(self) -> list[tuple[str, ...]]:
+        """The sites, of which those that read one tensor are together: they have its integers."""
+        numbers, first = {name: number for number, name in enumerate(self.sites)}, dict[Any, int]()
+        joined, found = DisjointSets(range(len(numbers))), dict[int, tuple[str, ...]]()
+        for name, number in numbers.items():
+            held = self._base_parameters.of(
+                self._nodes(self.evaluator.plan, self.sites[name].claim)
+            )
+            for tensor in held.values():
+                joined.join(number, first.setdefault(layout_of(tensor), number))
+        for name, number in numbers.items():
+            root = joined.find(number)
+            found[root] = (*found.get(root, ()), name)
+        return list(found.values())
+
+    def _options_of(self, tied: Sequence[str]) -> list[Option]:
+        """Return the options that all of some sites have, for all of them."""
+        several = [self.options.get(name, {}) for name in tied]
+        return [
+            Option(
+                choice,
+                sum(known[choice].bytes for known in several),
+                sum(known[choice].cost for known in several),
+            )
+            for choice in several[0]
+            if all(choice in known for known in several)
+        ]
+
+    def _names(self, assigned: Mapping[str, Option]) -> dict[str, str]:
+        """Return the choice of each site."""
+        by_first = {tied[0]: tied for tied in self._tied}
+        return {name: option.name for site, option in assigned.items() for name in by_first[site]}
 
     def _measure_choice(self, choice: str, config: QuantizationConfig) -> None:
         """Give a choice to all sites whose member can follow it, and measure what it costs each of them."""
@@ -232,7 +268,7 @@ class MixedSearch:
         costs = {row.claim: row.cost for row in self.evaluator.ranking(calibrated, self.bar)}
         plan = prepared_record(calibrated, "tune").plan
         converted = self.evaluator.converted(calibrated)
-        parameters = _Parameters(converted)
+        parameters, counted = _Parameters(converted), _Counted()
         for name in taken:
             claims = taken[name] or (self.sites[name].claim,)
             cost = sum(costs.get(claim, 0.0) for claim in claims)
@@ -244,7 +280,7 @@ class MixedSearch:
             nodes = [node for claim in claims for node in self._nodes(plan, claim)]
             held = parameters.of(nodes)
             if held:
-                option = Option(choice, stored_bytes(held), cost)
+                option = Option(choice, stored_bytes(counted.new(held)), cost)
                 self.options.setdefault(name, {})[choice] = option
             else:
                 site = self.sites.pop(name)
@@ -253,14 +289,15 @@ class MixedSearch:
 
     def _measure_float(self, choice: str) -> None:
         """Learn how each site is left in float, and what its parameters take then."""
-        parameters = _Parameters(self.evaluator.base)
+        counted = _Counted()
         for name, site in self.sites.items():
             try:
                 self.settings[name, choice] = self.evaluator.chosen([name]).settings[name]
             except CannotExclude as error:
                 self.notes.append(f"{site.label} cannot be left in float: {error.why}")
                 continue
-            size = stored_bytes(parameters.of(self._nodes(self.evaluator.plan, site.claim)))
+            held = self._base_parameters.of(self._nodes(self.evaluator.plan, site.claim))
+            size = stored_bytes(counted.new(held))
             self.options.setdefault(name, {})[choice] = Option(choice, size, 0.0)
 
     def _quantizer(self, assigned: Mapping[str, str]) -> Quantizer:
@@ -348,7 +385,7 @@ class MixedSearch:
         fails = self._first_miss(assignments, -1, len(assignments))
         beyond = range(fails + 1, len(assignments))
         for place in reversed(beyond[:: max(1, len(beyond) // _BEYOND)]):
-            if self.attempt(_names(assignments[place])).met:
+            if self.attempt(self._names(assignments[place])).met:
                 self._first_miss(assignments, place, len(assignments))
                 return
 
@@ -356,7 +393,7 @@ class MixedSearch:
         """Halve between one that meets the target and one that does not; return the last that did not."""
         while fails - meets > 1:
             middle = (fails + meets) // 2
-            met = self.attempt(_names(assignments[middle])).met
+            met = self.attempt(self._names(assignments[middle])).met
             fails, meets = (fails, middle) if met else (middle, meets)
         return fails
 
@@ -366,14 +403,14 @@ class MixedSearch:
         room = most - (self.attempts[()].bytes - own)
         while fitting := efficient(options, room):
             found = fitting[0]
-            attempt = self.attempt(_names(found))
+            attempt = self.attempt(self._names(found))
             if (
                 attempt.met or attempt.bytes <= most
             ):  # or it does not hold, and others have to be looked for
                 return
             room = sum(option.bytes for option in found.values()) - max(1, attempt.bytes - most)
-        # Parts that share tensors are larger than the whole.
-        self.attempt(_names(efficient(options)[-1]))
+        # Sums of bytes are not quite those of the whole, of which the smallest may fit.
+        self.attempt(self._names(efficient(options)[-1]))
 
     def _result(self) -> Tuning:
         met = [attempt for attempt in self.attempts.values() if attempt.met]
@@ -428,10 +465,6 @@ def _integers(spec: Any) -> tuple[object, ...]:
     return tuple(getattr(spec, name, None) for name in names)
 
 
-def _names(assigned: Mapping[str, Option]) -> dict[str, str]:
-    return {site: option.name for site, option in assigned.items()}
-
-
 def _claims_of(plan: Plan, site: SiteCost, config: str | None = None) -> tuple[int, ...]:
     """Return the claims that hold a site, all of its owner and a configuration if that is given.
 
@@ -464,6 +497,19 @@ def _state(module: GraphModule) -> dict[str, Tensor]:
         *module.named_buffers(remove_duplicate=False),
     ]
     return dict(state)
+
+
+class _Counted:
+    """Tensors whose bytes were counted, at the first site that reads them."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def new(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the others, which are counted then."""
+        found = {path: value for path, value in held.items() if layout_of(value) not in self._seen}
+        self._seen.update(map(layout_of, found.values()))
+        return found
 
 
 class _Parameters:

@@ -31,6 +31,7 @@ from tests.core.toy import (
     WEIGHT,
     WEIGHT_ONLY,
     Model,
+    convert,
     export,
     randn,
     seeded,
@@ -129,6 +130,31 @@ def test_little_is_lost_in_so_many_bytes(part: float, everything: list[tuple[flo
     assert (found.score, found.bytes) == (pytest.approx(score, rel=1e-5), size)
     assert size <= most
     assert found.score >= 1.5 * max(s for s, other in everything if other <= most)
+
+
+def test_what_reads_one_tensor_has_one_choice_whose_bytes_count_once() -> None:
+    """One of the readers was listed as it is, with the integers of the other's choice."""
+    sizes = (32, 64, 64, 64, 8)
+    model = seeded(Model(chain, layers=nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))), 1, 0.2)
+    model.layers[2].weight = model.layers[1].weight
+    x, found = randn(64, 32), {}
+    program, metric = export(model, x), lambda m: -float((m(x) - model(x)).detach().square().sum())
+    for first, tied, last in itertools.product(("as it is", "four"), repeat=3):
+        quantizer, choices = toy(config=EIGHT), (first, tied, tied, last)
+        for layer, choice in zip(LAYERS, choices, strict=True):
+            quantizer.set_module_name(layer, FOUR if choice == "four" else EIGHT)
+        converted = convert(program, quantizer, x)
+        found[choices] = metric(converted), stored_bytes(converted.state_dict())
+    for most in {size for _, size in found.values()}:
+        got = qompose.tune(
+            program, toy(config=EIGHT), [(x,)], metric, progress=False, max_bytes=most,
+            choices={"four": FOUR},
+        )  # fmt: skip
+        chosen = {row.module: row.choice for row in got.assigned}
+        best = max((s, -size) for s, size in found.values() if size <= most)
+        assert (got.score, -got.bytes) == (pytest.approx(best[0], rel=1e-4), best[1])
+        score, _ = found[tuple(chosen[layer] for layer in LAYERS)]
+        assert got.score == pytest.approx(score, rel=1e-4)
 
 
 def test_the_smallest_there_is_can_be_asked_for() -> None:
