@@ -107,9 +107,13 @@ def algorithms_of(claims: Iterable[Claim]) -> Algorithms:
         PluginError: one that is asked for by word cannot be loaded.
     """
     choices, others = list[AlgorithmChoice](), list[Algorithm]()
-    for choice in (choice for claim in claims for choice in claim.algorithms):
-        if choice not in choices:  # objects need not be hashable, and loading reads packages
-            choices.append(choice)
+    for claim in claims:
+        place = len(choices)
+        for choice in reversed(claim.algorithms):  # what a configuration names first comes first
+            if choice in choices:  # objects need not be hashable, and loading reads packages
+                place = choices.index(choice)
+            else:
+                choices.insert(place, choice)
     for choice in choices:
         if isinstance(choice, str) and choice not in ALGORITHM_WORDS:
             choice = load_algorithm(choice)

@@ -298,6 +298,19 @@ def test_of_two_that_choose_integers_the_later_one_is_refused() -> None:
     assert sum("constant was not applied" in note for note in qompose.report(found).notes) == 2
 
 
+def test_the_order_is_that_of_each_configuration() -> None:
+    """What only a later layer asks for was the last everywhere."""
+
+    class First(Constant):
+        word = "first"
+
+    class Other(Constant):
+        word = "other"
+
+    found = converted(First(7), Constant(), _1=(Other(5), Constant()))
+    assert integers(found, "0") == [7] and integers(found, "1") == [5]
+
+
 @dataclass(frozen=True)
 class Scaling(Algorithm):
     """Writes to the weights that it is given, doubles scales and moves zero points, perhaps too late."""
