@@ -409,17 +409,26 @@ def fold_quantized_constants(model: GraphModule) -> None:
 def fold_computed_values(model: GraphModule, claimed: Container[str]) -> None:
     """Evaluate the quantize operators of what is computed from parameters alone, in place.
 
+    Those whose scale an operator chooses stay. Kernels put steps of their own in their place, behind the
+    tensor, and what is read from a buffer has no place: an export moves it to the front.
+
     Args:
         claimed: the names of operators that stay, since they run as integers themselves.
     """
     computed = computed_values(model)
     for node in [n for n in nodes_in(model) if n in computed and is_quantize(n)]:
-        if not node._erased and is_the_same_in_every_call(node, claimed):
+        if not node._erased and not _chosen(node) and is_the_same_in_every_call(node, claimed):
             (value,) = node.all_input_nodes[:1]
             with node.graph.inserting_before(node):
                 read = add_buffer(f"{value.name}_q", value_in_every_call(node), node)
             node.replace_all_uses_with(read)
             drop([node])
+
+
+def _chosen(quantize: Node) -> bool:
+    """Tell whether an operator chooses the scale of a quantize operator when the program runs."""
+    scale = quantize.args[1]
+    return isinstance(scale, Node) and any(n.target in CHOOSE for n in scale.all_input_nodes)
 
 
 def add_buffer(path: str, value: Tensor, like: Node) -> Node:

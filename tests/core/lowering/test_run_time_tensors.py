@@ -253,6 +253,17 @@ class TestSharedSteps:
         assert len(nodes_calling(together, "choose_qparams")) == 2
         assert min(map(sqnr, converted(X), together(X))) > 100
 
+    def test_the_same_tensor_in_every_call_in_a_part_that_is_exported_again(self) -> None:
+        """As the state that recurrent layers begin with: integers in a buffer would stand before it."""
+        model = seeded(Model(lambda m, x: m.a(x) + m.b(torch.ones(5, 8)), **LAYERS))
+        _, part = lowered_by(shared, model)
+        whole = export(Model(lambda m, x: m.part(x).tanh(), part=part), X, strict=True)
+        row = replace(LINEAR, kernels={"torch": Kernel("k", emit_with(shared), float_output=True)})
+        lowered = qompose.lower(convert(whole, toy(row, config=DYNAMIC), X))
+        kernels = run_time_linear._opoverload
+        assert sum(node.target is kernels for node in lowered.graph.nodes) == 2
+        assert sqnr(part(X).tanh(), lowered(X)) > 100
+
     def test_a_step_that_reads_what_comes_later_is_refused(self) -> None:
         def late(region: Region) -> Step:
             after = region.step(aten.neg.default, region.dynamic("input").node)
