@@ -30,6 +30,7 @@ from qompose.conversion.qparams_solver import check_needs_no_data
 from qompose.errors import (
     CalibrationError,
     ExportError,
+    InputError,
     QomposeError,
     QomposeWarning,
     TargetError,
@@ -46,7 +47,7 @@ from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.aliasing import inputs_written
 from qompose.program.batches import arguments_of
 from qompose.program.disk import Spool, files_of, spooling, tensors_of, whole_tensors, with_weights
-from qompose.program.graph import copy_graph_module, one_thread_at_a_time
+from qompose.program.graph import copy_graph_module, one_thread_at_a_time, pytree_info
 from qompose.program.meta import META_KEY
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import QuantizerLike, as_composition
@@ -164,11 +165,14 @@ class QuantizedModel:
                 f"The {type(self.model).__name__} cannot be benchmarked against the float "
                 'program; time it in its own runtime, or quantize with target="torch".'
             )
-        inputs, keywords = self._inputs_of_a_call(inputs, {**(keywords or {}), **named})
+        program = self._float_program()
+        info = pytree_info(self.converted.graph)
+        names = [] if info is None else [*info.orig_args]
+        inputs, keywords = self._inputs_of_a_call(names, inputs, {**(keywords or {}), **named})
         if inputs_written(self.converted.graph):
             inputs, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, keywords))
         models = {
-            "float": self._float_program(),
+            "float": program,
             "lowered": self.model,
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }
@@ -186,7 +190,7 @@ class QuantizedModel:
         return copy_graph_module(unlifted(self.exported))
 
     def _inputs_of_a_call(
-        self, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        self, names: list[str], inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         exported = self.exported.example_inputs
         if not inputs and not keywords:
@@ -195,15 +199,43 @@ class QuantizedModel:
                     "benchmark requires inputs: the exported program has no example inputs"
                 )
             return exported[0], exported[1]
-        takes_mapping = exported is not None and any(isinstance(x, Mapping) for x in exported[0])
+        examples = [] if exported is None else [*exported[0], *exported[1].values()]
         if (
             len(inputs) == 1
             and isinstance(inputs[0], Mapping)
             and not keywords
-            and not takes_mapping
+            and not _is_argument(inputs[0], names, examples)
         ):
-            return (), dict(inputs[0])
+            inputs, keywords = (), dict(inputs[0])
+        if names:
+            _check_names(names, inputs, keywords)
         return inputs, keywords
+
+
+def _is_argument(given: Mapping[Any, Any], names: list[str], examples: list[Any]) -> bool:
+    """Tell whether a dict is the first argument of a call, and not all arguments by name."""
+    first = examples[0] if examples else None
+    by_name = given.keys() <= {*names}
+    return isinstance(first, Mapping) and (given.keys() == first.keys() or not by_name)
+
+
+def _check_names(names: list[str], inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Refuse a call with arguments too many or too few.
+
+    Raises:
+        InputError: it has such.
+    """
+    placed, rest = names[: len(inputs)], names[len(inputs) :]
+    faults = {
+        "unknown": [name for name in keywords if name not in names],
+        "passed twice": [name for name in placed if name in keywords],
+        "too many": [f"number {place + 1}" for place in range(len(names), len(inputs))],
+        "missing": [name for name in rest if name not in keywords],
+    }
+    for fault, found in faults.items():
+        if found:
+            remedy = "Pass each of these once, by position or by name"
+            raise InputError(", ".join(map(str, found)), fault, ", ".join(names), remedy)
 
 
 def quantize(

@@ -18,6 +18,7 @@ import torch
 from qompose import QuantizedModel, UserError
 from qompose.errors import BatchError, ExportError, InputError, NotLoweredError, TargetError
 from torch import Tensor, nn
+from torch.fx.graph import CodeGen
 from torch.utils.benchmark import Measurement, Timer
 
 from tests.core.quantizer.interop.foreign import Foreign, Tanhs
@@ -60,6 +61,8 @@ def told_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_models(seconds: float, *others: float) -> tuple[QuantizedModel, list[Timed]]:
     """A result whose float program, lowered model and compiled one take so many seconds."""
     result, models = quantized(nn.Linear(3, 4), X), [Timed(s) for s in (seconds, *others)]
+    # They take whatever comes, and so does a graph without names.
+    result.converted.graph.set_codegen(CodeGen())
     object.__setattr__(result, "_float_program", lambda: models[0])
     object.__setattr__(result, "model", models[1])
     if len(models) > 2:
@@ -313,3 +316,33 @@ def test_a_dict_is_an_input_where_the_program_takes_one() -> None:
     object.__setattr__(result.exported, "_example_inputs", (({"x": X},), {}))
     result.benchmark({"x": MASK})
     assert all(model.calls == [(({"x": MASK},), {}, False)] for model in models)
+
+
+def test_nor_is_it_by_name_where_the_export_passed_one_by_name() -> None:
+    model = seeded(Model(lambda m, *, batch: m.linear(batch["x"]), linear=nn.Linear(3, 4)))
+    backends, batch = toy(LINEAR, config=WEIGHT_ONLY), {"x": X}
+    with pytest.warns(qompose.QomposeWarning):
+        result = qompose.quantize(model, kwargs={"batch": batch}, backends=backends)
+    assert torch.equal(result.model(batch), result.model(batch=batch))
+    for given, named in (((batch,), {}), ((), {"batch": batch}), (({"batch": batch},), {})):
+        assert len(result.benchmark(*given, **named).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keywords", "names", "said"),
+    [
+        ((), {"inptu": X}, "inptu", "unknown.* input, by"),
+        ((X,), {"factor": X}, "factor", "unknown"),
+        ((), {"by": X}, "input", "missing"),
+        ((X, X), {"by": X}, "by", "twice"),
+        ((X, X, X), {}, "number 3", "too many"),
+    ],
+)
+def test_arguments_of_a_benchmark_that_the_program_does_not_have(
+    inputs: Any, keywords: Any, names: str, said: str
+) -> None:
+    scaled = Model(lambda m, input, by: m.linear(input) * by[:, :1], linear=nn.Linear(3, 4))
+    result = quantized(scaled, X, X)
+    with pytest.raises(InputError, match=said) as raised:
+        result.benchmark(*inputs, **keywords)
+    assert raised.value.name == names
