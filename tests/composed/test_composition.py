@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose.program.meta import REGION_TAG, tag, tag_of
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -247,6 +249,41 @@ def test_a_part_whose_operator_has_several_outputs_is_left_alone() -> None:
         kernels = [row.name for row in qompose.report(lowered).rows if row.kernel]
         assert kernels == ["lstm", "linear"]
         assert sqnr(expected, lowered(x)) > 30 < sqnr(converted(x), lowered(x))
+
+
+class Pooled(nn.Module):
+    """The mean of some rows of a table, and a linear behind it."""
+
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows, self.last = rows, nn.Linear(32, 3)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.last(self.rows(ids))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["found", "with an operator removed"])
+def test_a_claim_on_one_of_several_outputs_is_found_again(known: bool, tmp_path: Path) -> None:
+    """Export lets each output of an embedding bag say what is said of the bag."""
+    torch.manual_seed(0)
+    net, ids = Pooled(nn.EmbeddingBag(50, 32, mode="mean")).eval(), torch.randint(50, (4, 5))
+    expected = net(ids)
+    net.rows = stages(torch.export.export(net.rows, (ids,)), (ids,), "embedding")[1]
+    exported = torch.export.export(net, (ids,), strict=True)
+    if not known:
+        for node in exported.graph.nodes:
+            facts = tag_of(node, REGION_TAG)
+            if facts is not None:
+                tag(node, **{REGION_TAG: {**facts, "items": []}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "1 quantized region", qompose.QomposeWarning)
+        _, converted, lowered = stages(exported, (ids,), ["embedding", "xnnpack"])
+        qompose.save(converted, tmp_path / "net.qompose")
+        loaded = qompose.load(tmp_path / "net.qompose", target="torch")
+    kernels = [row.name for row in qompose.report(lowered).rows if row.kernel]
+    assert kernels == (["embedding_bag"] if known else []) + ["linear"]
+    assert sqnr(expected, lowered(ids)) > 30
+    assert torch.equal(loaded(ids), lowered(ids))
 
 
 def test_parts_of_which_no_owner_is_known_stay_as_they_are() -> None:

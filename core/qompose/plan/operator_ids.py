@@ -196,6 +196,7 @@ def note_regions(
         facts["nodes"] = list(claim.nodes)
         facts["operands"] = [[o.role, o.user, list(o.position)] for o in claim.operands]
         facts["captures"] = [list(capture) for capture in claim.captures]
+        facts["items"] = [[n, *_item(nodes[n])] for n in claim.nodes if _item(nodes[n])]
         for name in claim.nodes:
             known = {"of": f"{program}/{number}", "name": name}
             tag(nodes[name], **{REGION_TAG: {**known, **(facts if name == claim.anchor else {})}})
@@ -217,7 +218,25 @@ def earlier_regions(model: GraphModule) -> list[tuple[Claim, str]]:
         if copy is None:
             copies[fact["of"]].append(copy := {})
         copy[fact["name"]] = node
-    return [_known_again(copy) for several in copies.values() for copy in several]
+    found = [copy for several in copies.values() for copy in several]
+    for copy in found:
+        _add_items(copy)
+    return [_known_again(copy) for copy in found]
+
+
+def _item(node: Node) -> tuple[str, int] | None:
+    """Return which result of which operator a node takes; None where it computes something."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return (source.name, int(node.args[1])) if isinstance(source, Node) else None  # type: ignore[arg-type]
+
+
+def _add_items(nodes: dict[str, Node]) -> None:
+    """Add the results of its operators that a claim holds, in place: export takes each for its operator."""
+    facts = [tag_of(node, REGION_TAG) for node in nodes.values()]
+    for name, source, index in (item for fact in facts for item in fact.get("items", ())):
+        for user in nodes[source].users if source in nodes else ():
+            if _item(user) == (nodes[source].name, index):
+                nodes.setdefault(name, user)
 
 
 def _known_again(nodes: Mapping[str, Node]) -> tuple[Claim, str]:

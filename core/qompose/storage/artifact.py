@@ -52,6 +52,7 @@ from qompose.plan.methods import (
     share_state,
     states_of,
 )
+from qompose.plan.operator_ids import QUANTIZED_BEFORE
 from qompose.plan.plan import Plan, Record, attach, objections, record_of, warn
 from qompose.program.disk import unpacked
 from qompose.program.graph import copies_of, copy_graph_module
@@ -489,7 +490,8 @@ class StoredBackends(Mapping[str, Backend]):
     def __init__(self, owners: Mapping[str, Any], plan: Plan) -> None:
         self._rules: dict[str, set[str]] = defaultdict(set)
         for claim in plan.claims:
-            self._rules[claim.owner].add(claim.rule)
+            if claim.rule != QUANTIZED_BEFORE:  # whose rule is not known any more, and not needed
+                self._rules[claim.owner].add(claim.rule)
         self._owners = {
             label: dict(facts)
             for label, facts in owners.items()
