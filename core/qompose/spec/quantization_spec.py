@@ -626,20 +626,25 @@ def integer_range_key(spec: QuantizationSpecBase) -> object:
     # What an observer makes that converts itself is read by those alone who asked for it.
     own = class_of(factory) if converts_itself(factory) else None
     # Run-time parameters are not estimated, but their scales are at least the observer's `eps`.
-    least = _least_scale(factory) if getattr(spec, "is_dynamic", False) else None
+    least = _least_scale(spec) if getattr(spec, "is_dynamic", False) else None
     return tuple((key, str(value)) for key, value in facts.items()), own, least
 
 
-def _least_scale(factory: Any) -> float:
-    """Return the `eps` that a factory gives its observer, or that of the observer's class."""
-    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
-    own = arguments.get("eps")
-    if own is None and "observer" in arguments:  # of a fake quantizer
-        return _least_scale(arguments["observer"])
-    kind = class_of(factory)
-    if own is None and callable(kind) and "eps" in (known := inspect.signature(kind).parameters):
-        own = known["eps"].default
-    return float(own) if isinstance(own, (int, float)) else DEFAULT_EPS
+def _least_scale(spec: Any) -> float | None:
+    """Return the `eps` of what a factory makes, which conversion reads; None per token, where none applies.
+
+    A class or function may set it in any way, so one is made. What cannot be made is refused later, by name.
+    """
+    if getattr(spec, "block_size", None) is not None or spec.dtype in CASTS:
+        return None
+    factory = spec.observer_or_fake_quant_ctr
+    left = {"observer_or_fake_quant_ctr", "block_size"}
+    try:
+        left |= set() if takes_axis(factory, False) else {"ch_axis"}
+        made = made_by(factory, {k: v for k, v in vars(spec).items() if k not in left})
+        return float(getattr(made, "eps", DEFAULT_EPS))
+    except Exception:  # of another engine's observer, or of a user's
+        return DEFAULT_EPS
 
 
 def sharing_key(spec: QuantizationSpecBase) -> object:

@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def chosen_by(factory: Any) -> QuantizationSpec:
     return replace(RUN_TIME, observer_or_fake_quant_ctr=factory)
 
 
+class Coarse(PlaceholderObserver):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, eps=0.05)
+
+
+COARSE = PlaceholderObserver.with_args(eps=0.05)
+PER_TOKEN = replace(RUN_TIME, qscheme=torch.per_channel_affine, block_size=(-1,))
 SHARED: dict[str, tuple[list[PointSpec], list[set[str]]]] = {
     "edges of one tensor": (
         [spec("sigmoid>relu", INT8), spec("sigmoid>cat", INT8)], [{"sigmoid>relu", "sigmoid>cat"}],
@@ -120,6 +128,18 @@ SHARED: dict[str, tuple[list[PointSpec], list[set[str]]]] = {
         [spec("sigmoid>relu", RUN_TIME),
          spec("sigmoid>cat", chosen_by(PlaceholderObserver.with_args(eps=0.05)))],
         [{"sigmoid>relu"}, {"sigmoid>cat"}],
+    ),
+    "nor where its class, a function or a tensor gives it": (
+        [spec("sigmoid", RUN_TIME), spec("sigmoid>relu", chosen_by(Coarse)),
+         spec("sigmoid>cat", chosen_by(lambda **own: PlaceholderObserver(**own, eps=0.06))),
+         spec("relu", RUN_TIME),
+         spec("relu>cat", chosen_by(partial(PlaceholderObserver.with_args(eps=torch.tensor(0.05)))))],
+        [{"sigmoid"}, {"sigmoid>relu"}, {"sigmoid>cat"}, {"relu"}, {"relu>cat"}],
+    ),
+    "but with one for each token, where none applies": (
+        [spec("sigmoid>relu", PER_TOKEN),
+         spec("sigmoid>cat", replace(PER_TOKEN, observer_or_fake_quant_ctr=COARSE))],
+        [{"sigmoid>relu", "sigmoid>cat"}],
     ),
     "different specifications stay apart": (
         [spec("sigmoid", INT8), spec("sigmoid>relu", UINT8), spec("sigmoid>cat", UINT8)],
