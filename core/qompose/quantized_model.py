@@ -200,13 +200,9 @@ class QuantizedModel:
                 )
             return exported[0], exported[1]
         examples = [] if exported is None else [*exported[0], *exported[1].values()]
-        if (
-            len(inputs) == 1
-            and isinstance(inputs[0], Mapping)
-            and not keywords
-            and not _is_argument(inputs[0], names, examples)
-        ):
-            inputs, keywords = (), dict(inputs[0])
+        first = inputs[0] if len(inputs) == 1 and not keywords else None
+        if isinstance(first, Mapping) and not _is_argument(first, names, examples):
+            inputs, keywords = (), dict(first)
         if names:
             _check_names(names, inputs, keywords)
         return inputs, keywords

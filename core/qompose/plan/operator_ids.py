@@ -196,7 +196,8 @@ def note_regions(
         facts["nodes"] = list(claim.nodes)
         facts["operands"] = [[o.role, o.user, list(o.position)] for o in claim.operands]
         facts["captures"] = [list(capture) for capture in claim.captures]
-        facts["items"] = [[n, *_item(nodes[n])] for n in claim.nodes if _item(nodes[n])]
+        items = ((name, _item(nodes[name])) for name in claim.nodes)
+        facts["items"] = [[name, *item] for name, item in items if item is not None]
         for name in claim.nodes:
             known = {"of": f"{program}/{number}", "name": name}
             tag(nodes[name], **{REGION_TAG: {**known, **(facts if name == claim.anchor else {})}})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from threading import RLock
-from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -312,7 +312,9 @@ def read_attribute(module: GraphModule, target: str, like: Node) -> Node:
     return node
 
 
-_EXAMPLES: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_Examples: TypeAlias = WeakValueDictionary[tuple[Any, ...], Any]
+_EXAMPLES: WeakKeyDictionary[Any, _Examples] = WeakKeyDictionary()
+"""Examples by their fake mode, as long as programs have them: each holds its mode."""
 
 
 def example_of(constant: Tensor, like: Node) -> Any:
@@ -321,10 +323,11 @@ def example_of(constant: Tensor, like: Node) -> Any:
     if mode is None:
         return constant
     key = (tuple(constant.shape), constant.dtype, constant.device)
-    known = _EXAMPLES.setdefault(mode, {})
-    if key not in known:  # making one takes longer than all else that is done for a parameter
-        known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
-    return known[key]
+    known = _EXAMPLES.setdefault(mode, WeakValueDictionary())
+    found = known.get(key)
+    if found is None:  # making one takes longer than all else that is done for a parameter
+        found = known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
+    return found
 
 
 def result_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -219,3 +220,21 @@ def test_sizes_that_are_known_to_differ() -> None:
     assert [sizes_differ(*pair) for pair in differ] == [True] * 4
     assert [sizes_differ(*pair) for pair in may_be_equal] == [False] * 5
     assert len(batch.node.shape_env.guards) == guards and batch.node.maybe_as_int() is None
+
+
+def test_examples_are_kept_as_long_as_a_program_has_them() -> None:
+    """They hold the mode by which they are found, which held them for good."""
+
+    def example() -> Any:
+        program = export(nn.Linear(3, 3), randn(2, 3)).module(check_guards=False)
+        like = next(node for node in program.graph.nodes if node.op == "call_function")
+        found = graph.example_of(torch.zeros(5), like)
+        assert graph.example_of(torch.ones(5), like) is found
+        return found
+
+    gc.collect()
+    before = len(graph._EXAMPLES)
+    for _ in range(4):
+        example()
+    gc.collect()
+    assert len(graph._EXAMPLES) <= before + 1  # torch keeps the last mode
