@@ -461,9 +461,9 @@ class QuantizationConfig:
 
     Raises:
         ConfigError: `algorithms` has an unknown name or object, one that cannot be applied with these
-            specifications, or one twice; a role is not a specification; the input is dynamic and the output
-            static (a dynamic one, as torchao's own configurations have it, becomes None); `options` is not
-            a tuple of strings.
+            specifications, or one twice; a role is not a specification; one of input and output is
+            dynamic and the other static (beside a dynamic input, a dynamic output, as torchao's own
+            configurations have it, becomes None); `options` is not a tuple of strings.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -483,13 +483,7 @@ class QuantizationConfig:
                 raise ConfigError(
                     f"{role} must be a quantization specification or None, got {spec!r}"
                 )
-        if getattr(self.input_activation, "is_dynamic", False) and self.output_activation:
-            if not getattr(self.output_activation, "is_dynamic", False):
-                raise ConfigError(
-                    "output_activation must be None where input_activation is dynamic, since operators "
-                    f"give floats then, got {self.output_activation!r}"
-                )
-            object.__setattr__(self, "output_activation", None)
+        self._settle_output()
         given: Any = self.options
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise ConfigError(f"options must be a tuple of strings, got {given!r}")
@@ -503,6 +497,25 @@ class QuantizationConfig:
                 else ()
             )
             object.__setattr__(self, "algorithms", asked)
+
+    def _settle_output(self) -> None:
+        """Take a dynamic output beside a dynamic input for none, as torchao's own configurations mean it."""
+        given = self.output_activation
+        if given is None or self.input_activation is None:
+            return
+        dynamic = getattr(given, "is_dynamic", False)
+        if self.input_activation.is_dynamic and dynamic:
+            object.__setattr__(self, "output_activation", None)
+        elif self.input_activation.is_dynamic:
+            raise ConfigError(
+                "output_activation must be None where input_activation is dynamic, since operators "
+                f"give floats then, got {given!r}"
+            )
+        elif dynamic:
+            raise ConfigError(
+                "output_activation cannot be dynamic where input_activation is static: no operator "
+                f"gives such integers. Pass a static specification or None, got {given!r}"
+            )
 
     @property
     def unasked(self) -> tuple[str, ...]:

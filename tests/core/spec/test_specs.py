@@ -179,6 +179,8 @@ def test_outputs_of_dynamic_configurations_are_float() -> None:
     assert QuantizationConfig(dynamic, dynamic, INT8) == plain
     with pytest.raises(ConfigError, match="output_activation"):
         QuantizationConfig(dynamic, INT8, INT8)
+    with pytest.raises(ConfigError, match="cannot be dynamic"):
+        QuantizationConfig(INT8, dynamic, INT8)
 
 
 def test_configurations_compare_without_their_names() -> None:
