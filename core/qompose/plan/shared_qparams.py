@@ -25,9 +25,11 @@ from qompose.program.aten_operators import VALUE_PRESERVING
 from qompose.program.control_flow import nodes_in, same_tensors
 from qompose.program.graph import constant_of, layout_of, value_of
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.qparams import CASTS, PER_CHANNEL, full_blocks
+from qompose.spec.qparams import CASTS, DEFAULT_EPS, PER_CHANNEL, full_blocks
 from qompose.spec.quantization_spec import (
     describe_spec,
+    eps_made,
+    granularity,
     integer_range_key,
     observer_name,
     sharing_key,
@@ -72,6 +74,20 @@ def notes_on_ranges(claims: Sequence[Claim], groups: Sequence[Group]) -> list[st
                 notes.append(
                     f"{point} uses the range of {given[0]}, estimated by {by} for "
                     f"{giver.owner}; {claim.owner} requested {other}"
+                )
+    return notes
+
+
+def notes_on_least_scales(claims: Sequence[Claim]) -> list[str]:
+    """Describe the points whose observer gives a least scale that the operators per token do not take."""
+    notes = []
+    for claim in claims:
+        for point, spec in ((each.point, each.spec) for each in claim.specs):
+            by_token = getattr(spec, "is_dynamic", False) and getattr(spec, "block_size", None)
+            if by_token and (eps := eps_made(spec)) != DEFAULT_EPS:
+                notes.append(
+                    f"{point} is not scaled by at least eps={eps:g}, as {claim.owner} requested: "
+                    f"torch's operators with a scale {granularity(spec)} take no eps"
                 )
     return notes
 

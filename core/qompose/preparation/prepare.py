@@ -35,7 +35,7 @@ from qompose.plan.float_operators import NOBODY, claims_elsewhere, state_bytes, 
 from qompose.plan.methods import each_method
 from qompose.plan.operator_ids import earlier_regions, fingerprint, identify, isolate
 from qompose.plan.plan import Group, Operator, Plan, Record, attach, rewritten_identity, subject_of
-from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
+from qompose.plan.shared_qparams import notes_on_least_scales, notes_on_ranges, plan_groups
 from qompose.plan.user_program import as_graph_module
 from qompose.preparation.annotate import Annotated, annotate
 from qompose.preparation.readers import tell_readers
@@ -262,7 +262,7 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
             *unmatched,
             *composition.notes,
             *claims_elsewhere(claims, operators),
-            *(*notes_on_ranges(claims, groups), *refused),
+            *(*notes_on_ranges(claims, groups), *notes_on_least_scales(claims), *refused),
             *(f"{label} claims no operator: {reason}" for label, reason in idle.items()),
             *_offers(working, operators, annotated.members.values()),
         ),

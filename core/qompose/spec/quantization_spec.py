@@ -644,12 +644,16 @@ def integer_range_key(spec: QuantizationSpecBase) -> object:
 
 
 def _least_scale(spec: Any) -> float | None:
-    """Return the `eps` of what a factory makes, which conversion reads; None per token, where none applies.
+    """Return the least scale of a dynamic tensor, None per token and of a cast, where none applies."""
+    blocks = getattr(spec, "block_size", None) is not None
+    return None if blocks or spec.dtype in CASTS else eps_made(spec)
+
+
+def eps_made(spec: Any) -> float:
+    """Return the `eps` of what the factory of a dynamic specification makes, which conversion reads.
 
     A class or function may set it in any way, so one is made. What cannot be made is refused later, by name.
     """
-    if getattr(spec, "block_size", None) is not None or spec.dtype in CASTS:
-        return None
     factory = spec.observer_or_fake_quant_ctr
     left = {"observer_or_fake_quant_ctr", "block_size"}
     try:

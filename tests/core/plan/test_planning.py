@@ -194,6 +194,17 @@ def test_the_producers_observer_estimates_for_all_and_the_others_are_listed(
     assert notes_on_ranges(claims(*specs), plan_groups(model, claims(*specs))) == []
 
 
+def test_a_least_scale_without_effect_is_told() -> None:
+    given = replace(PER_TOKEN, observer_or_fake_quant_ctr=COARSE)
+    for activation, told in ((given, 1), (PER_TOKEN, 0), (chosen_by(COARSE), 0)):
+        config = qompose.QuantizationConfig(activation, None, WEIGHT)
+        prepared = qompose.prepare_pt2e(
+            export(nn.Linear(3, 4), randn(2, 3)), toy(LINEAR, config=config)
+        )
+        notes = [note for note in plan_of(prepared).notes if "eps=0.05" in note]
+        assert len(notes) == told and all("per-token" in note for note in notes)
+
+
 TWO = "output of sigmoid.*output of relu"
 CYCLES: dict[str, tuple[list[PointSpec], str]] = {
     "itself": ([spec("sigmoid", "share", "sigmoid")], "output of sigmoid"),
