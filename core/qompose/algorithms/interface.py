@@ -38,7 +38,7 @@ from qompose.errors import ConfigError, PluginError, blaming, near_names
 from qompose.observers.channel_ranges import Balance
 from qompose.observers.input_sums import Columns, watch_means, watch_moments
 from qompose.plan.plan import Group, Rewrite
-from qompose.program.graph import constant_of, describe, value_of
+from qompose.program.graph import constant_of, describe, own_copy, value_of
 from qompose.spec.algorithm_choice import ALGORITHM_WORDS, word_of
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams
@@ -304,7 +304,7 @@ def _checked(found: Calibrated, *, groups: bool) -> Iterator[None]:
     for name, value in found.parameters.items():
         if name not in parameters or value is not parameters[name]:
             _check_parameter(found, name, value)
-            found.parameters[name] = value.detach().clone()  # whoever gave it may write to it again
+            found.parameters[name] = own_copy(value)  # whoever gave it may write to it again
     for number in {**found.qparams, **found.integers} if groups else ():
         now = found.qparams.get(number), found.integers.get(number)
         if now[0] is not qparams.get(number) or now[1] is not integers.get(number):

@@ -121,15 +121,19 @@ def undo_writes(tensors: Iterable[Tensor]) -> Callable[[], None]:
     return undo
 
 
+def own_copy(value: Tensor) -> Tensor:
+    """Return a copy with memory of its own: a parameter if `value` is one, that is trained if `value` is."""
+    copied = value.detach().clone()
+    return nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
+
+
 def give_own_parameters(module: GraphModule) -> None:
     """Replace all parameters and buffers by copies, in place; what is one tensor stays one."""
     copies: dict[int, Tensor] = {}
     state = [*module.named_parameters(remove_duplicate=False)]
     for path, value in [*state, *module.named_buffers(remove_duplicate=False)]:
         if id(value) not in copies:
-            copied = value.detach().clone()
-            trained = isinstance(value, nn.Parameter)
-            copies[id(value)] = nn.Parameter(copied, value.requires_grad) if trained else copied
+            copies[id(value)] = own_copy(value)
         set_attribute(module, path, copies[id(value)])
 
 

@@ -253,6 +253,12 @@ def test_parameters_that_were_set_are_a_copy() -> None:
     assert bool(get_attribute(model, path).any())
 
 
+def test_a_corrected_parameter_stays_one() -> None:
+    found = converted("bias_correction")
+    assert any("bias_correction on" in line for line in qompose.report(found).rewrites)
+    assert {name for name, _ in found.named_parameters()} >= {"0.bias", "1.bias"}
+
+
 def test_integers_that_were_set_are_a_copy() -> None:
     def put(found: Calibrated) -> None:
         product, _, q = first(found)
