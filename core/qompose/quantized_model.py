@@ -165,14 +165,13 @@ class QuantizedModel:
                 f"The {type(self.model).__name__} cannot be benchmarked against the float "
                 'program; time it in its own runtime, or quantize with target="torch".'
             )
-        program = self._float_program()
         info = pytree_info(self.converted.graph)
         names = [] if info is None else [*info.orig_args]
         inputs, keywords = self._inputs_of_a_call(names, inputs, {**(keywords or {}), **named})
         if inputs_written(self.converted.graph):
             inputs, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, keywords))
         models = {
-            "float": program,
+            "float": self._float_program(),
             "lowered": self.model,
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }

@@ -480,10 +480,10 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
     """
     shaped = node.target is aten.view_as.default
     tensor = dequantized(_dequantize_behind(node))
-    chosen = tensor.scale.args[0] if isinstance(tensor.scale, Node) and tensor.scale.args else None
-    choose: Any = getattr(chosen, "target", None)
-    if not isinstance(chosen, Node) or choose not in qdq.CHOOSE:
+    chosen = qdq.chooser_of(tensor.scale)
+    if chosen is None:
         raise NotLowerable(f"the scale of its input {node.name} is static")
+    choose: Any = chosen.target
     source = chosen.all_input_nodes[0]
     by_token = choose in qdq.CHOOSE_PER_TOKEN
     dims: int | None = 1 if by_token else None

@@ -102,8 +102,10 @@ def _wanted(prepared: GraphModule, plan: Plan) -> Iterator[tuple[_Wish, Node]]:
     for algorithm, number, _ in algorithms_of(plan.claims).learning(plan.claims):
         claim = plan.claims[number]
         node = product_node(claim, nodes)
-        if node is not None and (tensor := _tensor(Operands.of(node).weight)) is not None:
-            yield (str(algorithm), _inputs_of(claim, Operands.of(node)), tensor), node
+        product = None if node is None else Operands.of(node)
+        tensor = None if product is None else _tensor(product.weight)
+        if product is not None and tensor is not None:
+            yield (str(algorithm), _inputs_of(claim, product), tensor), product.node
 
 
 def _inputs_of(claim: Claim, product: Operands) -> str:

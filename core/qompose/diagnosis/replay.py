@@ -118,7 +118,11 @@ def _from_the_start(model: GraphModule, record: Record) -> GraphModule:
 
 def _exported(model: ExportedProgram | GraphModule) -> Side:
     """Return a program without a record: one that is quantized as a whole has its ids, others get them."""
-    return _with_ids_kept(model) if was_quantized_as_a_whole(model) else _identified(model)
+    if has_quantized_parts(model):
+        kept = _with_ids_kept(model)
+        if kept.graph is not None and was_quantized_as_a_whole(kept.graph):
+            return kept
+    return _identified(model)
 
 
 def with_ids_alike(one: Side, two: Side) -> tuple[Side, Side]:

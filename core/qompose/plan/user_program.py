@@ -189,14 +189,12 @@ def has_quantized_parts(program: ExportedProgram | GraphModule) -> bool:
     return any(tag_of(node, CLAIM_TAG) is not None for node in program.graph.nodes)
 
 
-def was_quantized_as_a_whole(program: ExportedProgram | GraphModule) -> bool:
-    """Tell whether a program is one that was quantized and exported again, so that its ids are its own.
+def was_quantized_as_a_whole(program: GraphModule) -> bool:
+    """Tell whether a program with quantized parts is one that was quantized, with ids of its own.
 
     Those of a part are of its place in the part, and another may have them too.
     """
-    if not has_quantized_parts(program):
-        return False
-    parts = _parts(unlifted(program) if isinstance(program, ExportedProgram) else program)
+    parts = _parts(program)
     programs = {part.quantized for part in parts if part.quantized is not None}
     return len(programs) <= 1 and not any(part.place for part in parts)
 

@@ -417,7 +417,8 @@ def fold_computed_values(model: GraphModule, claimed: Container[str]) -> None:
     """
     computed = computed_values(model)
     for node in [n for n in nodes_in(model) if n in computed and is_quantize(n)]:
-        if not node._erased and not _chosen(node) and is_the_same_in_every_call(node, claimed):
+        static = not node._erased and chooser_of(node.args[1]) is None
+        if static and is_the_same_in_every_call(node, claimed):
             (value,) = node.all_input_nodes[:1]
             with node.graph.inserting_before(node):
                 read = add_buffer(f"{value.name}_q", value_in_every_call(node), node)
@@ -425,10 +426,10 @@ def fold_computed_values(model: GraphModule, claimed: Container[str]) -> None:
             drop([node])
 
 
-def _chosen(quantize: Node) -> bool:
-    """Tell whether an operator chooses the scale of a quantize operator when the program runs."""
-    scale = quantize.args[1]
-    return isinstance(scale, Node) and any(n.target in CHOOSE for n in scale.all_input_nodes)
+def chooser_of(scale: Any) -> Node | None:
+    """Return the operator that chooses a scale when the program runs; None if the scale is static."""
+    chosen = scale.args[0] if isinstance(scale, Node) and scale.args else None
+    return chosen if isinstance(chosen, Node) and chosen.target in CHOOSE else None
 
 
 def add_buffer(path: str, value: Tensor, like: Node) -> Node:
