@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ from tests.x86_inductor.attention_calls import (
 needs_vnni = pytest.mark.skipif(
     processor.of_machine() is not processor.AVX512_VNNI, reason="no AVX-512 VNNI, or AMX beside it"
 )
+
+
+@pytest.fixture(scope="module")
+def library(library_for: Callable[[processor.Isa], ctypes.CDLL]) -> ctypes.CDLL:
+    """Return the C++ of the one instruction set that this attention is for."""
+    return library_for(processor.AVX512_VNNI)
+
+
 STEP = 0.05
 """Of the values, in units."""
 

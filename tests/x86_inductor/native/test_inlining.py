@@ -44,6 +44,7 @@ def assert_inlined(small: Mapping[str, Sequence[str]], found: bytes) -> None:
     for operator, names in small.items():
         assert f"aoti_torch_cpu_{operator}".encode() in found
         assert [name for name in names if f"{len(name)}{name}E".encode() in found] == []
+    assert b"initializer_listIfE" not in found
 
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no GCC")

@@ -288,7 +288,7 @@ def test_a_function_that_was_left_out_is_an_error() -> None:
     isa = processor.isa()
     if isa is None:
         pytest.skip("our C++ is for no set of this processor")
-    included = code.included("depthwise.h", isa, "QOMPOSE_FUNCTIONS 2")
+    included = code.included("arguments.h", isa, "QOMPOSE_FUNCTIONS 2")
     text = f"""#include <vector>
 {included}
 using namespace qompose_x86;
@@ -297,7 +297,7 @@ extern "C" int lacks(int function, bool depthwise) try {{
   if (depthwise) return depthwise_of(which, true) == nullptr;
   Finish finish = {{}};
   finish.function = which;
-  return finish_of(finish) == nullptr;
+  return ending_of(finish).tile == nullptr;
 }} catch (const std::logic_error&) {{
   return 2;
 }}

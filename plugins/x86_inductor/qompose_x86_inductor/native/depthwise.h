@@ -14,16 +14,17 @@ namespace qompose_x86 {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int SIDE_BY_SIDE = LANES == 16 ? 4 : 2;  // pixels whose sums fit in registers
 
+template <Function F>
 QOMPOSE_INLINE Floats real_of(const Finish& f, Ints sum, int64_t channel) {
-  return fmadd(to_floats(sum), load(f.scale + channel), load(f.bias + channel));
+  return value_of<F, false>(f, sum, load(f.scale + channel), load(f.bias + channel), first_lanes(LANES), 0);
 }
 
 // Floats go where they belong one by one: who reads them is seldom.
 template <Function F>
-void finish_floats(const Finish& f, const Ints* sums, int64_t channel, float* out) {
+void finish_pixel_in_floats(const Finish& f, const Ints* sums, int64_t channel, float* out) {
   for (int v = 0; v < 4; ++v) {
     float values[LANES];
-    store(values, bounded<F, false>(f, real_of(f, sums[v], channel + LANES * v)));
+    store(values, bounded(f, real_of<F>(f, sums[v], channel + LANES * v)));
     for (int lane = 0; lane < LANES; ++lane) {
       const int64_t place = lane / 4 * 16 + 4 * v + lane % 4;
       if (channel + place < f.channels) out[place] = values[lane];
@@ -34,12 +35,11 @@ void finish_floats(const Finish& f, const Ints* sums, int64_t channel, float* ou
 template <Function F, bool WHOLE>
 QOMPOSE_INLINE void finish_pixel(const Finish& f, const Ints* sums, int64_t channel, int64_t at,
                                  FirstBytes some, void* out) {
-  if (f.kind == FLOAT32) return finish_floats<F>(f, sums, channel, static_cast<float*>(out) + at);
-  Ints steps[4];
+  if (f.kind == FLOAT32) return finish_pixel_in_floats<F>(f, sums, channel, static_cast<float*>(out) + at);
+  Floats values[4];
 #pragma GCC unroll 4
-  for (int v = 0; v < 4; ++v)
-    steps[v] = steps_of(f, bounded<F, true>(f, real_of(f, sums[v], channel + LANES * v)));
-  const Ints bytes = bytes_of(f.kind, steps);
+  for (int v = 0; v < 4; ++v) values[v] = real_of<F>(f, sums[v], channel + LANES * v);
+  const Ints bytes = bytes_of(f, f.lowest(), values);
   if (WHOLE)
     store_ints(static_cast<char*>(out) + at, bytes);
   else

@@ -2,8 +2,9 @@
 // What follows the integer sums of a product: scale, bias, another tensor, a function, integers again.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <stdexcept>
 
 #include "lanes.h"
@@ -38,6 +39,12 @@ struct Finish {
   int zp;
   Kind kind;
   int64_t channels;  // of the result
+
+  // The least integer of the result.
+  int lowest() const {
+    const float least = kind == UINT8 ? 0 : -128;
+    return static_cast<int>(std::nearbyint(std::max(low + static_cast<float>(zp), least)));
+  }
 };
 
 // 2 ** n * polynomial, by Taylor's series of 2 ** f on -0.5 .. 0.5: relative error below 3e-7. Arguments are
@@ -47,10 +54,12 @@ QOMPOSE_INLINE Floats exponential(Floats x) {
   const Floats whole = rounded(mul(x, floats(1.44269504f)));
   // ln 2 in two parts, the first of few bits, so that the difference is exact.
   const Floats rest = fnmadd(whole, floats(-2.12194440e-4f), fnmadd(whole, floats(0.693359375f), x));
-  Floats sum = floats(1.0f / 720);
-  for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = fmadd(sum, rest, floats(term));
-  return scaled(sum, whole);
+  Floats sum = fmadd(floats(1.0f / 720), rest, floats(1.0f / 120));
+  sum = fmadd(sum, rest, floats(1.0f / 24));
+  sum = fmadd(sum, rest, floats(1.0f / 6));
+  sum = fmadd(sum, rest, floats(0.5f));
+  sum = fmadd(sum, rest, floats(1));
+  return scaled(fmadd(sum, rest, floats(1)), whole);
 }
 
 // 1 / x of finite numbers: a step of Newton's method after 11 bits or more.
@@ -65,16 +74,53 @@ QOMPOSE_INLINE Floats logistic(Floats x) {
   return where(less(x, floats(-86)), floats(0), share);
 }
 
-// Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: absolute error below 1.5e-7.
-QOMPOSE_INLINE Floats error_function(Floats x) {
-  const Floats one = floats(1), size = min(floats(1000), absolute(x));
-  const Floats t = reciprocal(fmadd(size, floats(0.3275911f), one));
-  Floats sum = floats(1.061405429f);
-  for (const float term : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
-    sum = fmadd(sum, t, floats(term));
-  const Floats tail = exponential(sub(floats(0), mul(size, size)));
-  const Floats result = fnmadd(mul(sum, t), tail, one);
-  return where(less(x, floats(0)), sub(floats(0), result), result);
+// Phi(-a), how often a normally distributed number is below -a, on sixteen parts of 0 .. END: on each the
+// polynomial of fourth degree that is exact at five points, by powers of the place in the part, 0 .. 1. Or
+// its like by tanh, logistic(-2 z(a)). Off by less than 2e-7.
+struct Tails {
+  static constexpr int PARTS = 16, POINTS = 5;
+  static constexpr double END = 5.5;
+  float factors[POINTS][PARTS];
+
+  explicit Tails(double (*tail)(double)) {
+    for (int part = 0; part < PARTS; ++part) {
+      double at[POINTS], sums[POINTS], powers[POINTS] = {};
+      for (int i = 0; i < POINTS; ++i) {  // Chebyshev's points keep the error even
+        at[i] = 0.5 - 0.5 * std::cos((i + 0.5) / POINTS * 3.14159265358979);
+        sums[i] = tail((part + at[i]) * END / PARTS);
+      }
+      for (int i = 1; i < POINTS; ++i)  // Newton's divided differences
+        for (int j = POINTS - 1; j >= i; --j) sums[j] = (sums[j] - sums[j - 1]) / (at[j] - at[j - i]);
+      for (int i = POINTS - 1; i >= 0; --i) {
+        for (int j = POINTS - 1; j > 0; --j) powers[j] = powers[j - 1] - at[i] * powers[j];
+        powers[0] = sums[i] - at[i] * powers[0];
+      }
+      for (int i = 0; i < POINTS; ++i) factors[i][part] = static_cast<float>(powers[i]);
+    }
+  }
+
+  // Of 0 <= a < END.
+  QOMPOSE_INLINE Floats operator()(Floats a) const {
+    const Floats part = mul(a, floats(static_cast<float>(PARTS / END))), whole = truncated(part);
+    const Floats place = sub(part, whole);
+    const Ints which = to_ints(whole);
+    Floats sum = looked_up(factors[POINTS - 1], which);
+#pragma GCC unroll 4
+    for (int i = POINTS - 2; i >= 0; --i) sum = fmadd(sum, place, looked_up(factors[i], which));
+    return sum;
+  }
+};
+
+inline const Tails NORMAL_TAILS([](double a) { return std::erfc(a * std::sqrt(0.5)) / 2; });
+inline const Tails TANH_TAILS([](double a) {  // (1 - tanh(z)) / 2 is the logistic function of -2 z
+  return 1 / (1 + std::exp(1.5957691216057308 * (a + 0.044715 * a * a * a)));
+});
+
+// x Phi(x) = max(x, 0) - |x| Phi(-|x|)
+QOMPOSE_INLINE Floats gelu(const Tails& tails, Floats x) {
+  const Floats distance = absolute(x), end = floats(static_cast<float>(Tails::END * (1 - 1e-6)));
+  const Floats size = where(less(distance, end), distance, floats(0));  // behind it, no tail is left
+  return fnmadd(size, tails(size), max(floats(0), x));
 }
 
 template <Function F>
@@ -86,11 +132,9 @@ QOMPOSE_INLINE Floats apply(Floats x, float slope) {
     case SWISH:
       return mul(x, logistic(x));
     case GELU_ERF:
-      return mul(x, fmadd(error_function(mul(x, floats(0.707106781f))), half, half));
-    case GELU_TANH: {  // (1 + tanh(z)) / 2 is the logistic function of 2 z
-      const Floats cube = fmadd(mul(x, x), floats(0.0713548163f), floats(1.59576912f));
-      return mul(x, logistic(mul(x, cube)));
-    }
+      return gelu(NORMAL_TAILS, x);
+    case GELU_TANH:
+      return gelu(TANH_TAILS, x);
     case TANH:
       return fmsub(floats(2), logistic(add(x, x)), one);
     case LEAKY_RELU:
@@ -100,53 +144,112 @@ QOMPOSE_INLINE Floats apply(Floats x, float slope) {
   }
 }
 
+// `other_zp` is in the bias: see `bias_of`.
 QOMPOSE_INLINE Floats other_values(const Finish& f, First some, int64_t at) {
   if (f.other_kind == FLOAT32) return load(some, static_cast<const float*>(f.other) + at);
   const char* from = static_cast<const char*>(f.other) + at;
-  const Ints steps = f.other_kind == UINT8 ? widened_unsigned(some, from) : widened_signed(some, from);
-  return sub(to_floats(steps), floats(f.other_zp));
+  return to_floats(f.other_kind == UINT8 ? widened_unsigned(some, from) : widened_signed(some, from));
 }
 
-// Where one operand is NaN, minimum and maximum give the second: a float stays NaN, an integer is the lowest.
-template <Function F, bool INTEGERS>
-QOMPOSE_INLINE Floats bounded(const Finish& f, Floats value) {
-  if (F != NONE) value = mul(apply<F>(value, f.slope), floats(f.per_step));
-  const Floats low = floats(f.low);
-  value = INTEGERS ? max(value, low) : max(low, value);
-  return min(floats(f.high), value);
+template <bool ADD>
+QOMPOSE_INLINE Floats bias_of(const Finish& f, int64_t channel) {
+  const Floats bias = load(f.bias + channel);
+  if (!ADD || f.other_kind == FLOAT32) return bias;
+  return fnmadd(floats(f.other_zp), floats(f.other_scale), bias);
 }
 
-QOMPOSE_INLINE Ints steps_of(const Finish& f, Floats value) { return add(to_ints(value), ints(f.zp)); }
-
-// Of four vectors of integers.
-QOMPOSE_INLINE Ints bytes_of(Kind kind, const Ints* steps) {
-  const Ints low = packed_words(steps[0], steps[1]), high = packed_words(steps[2], steps[3]);
-  return kind == UINT8 ? packed_unsigned(low, high) : packed_signed(low, high);
-}
-
-template <Function F, bool ADD, bool INTEGERS>
+template <Function F, bool ADD>
 QOMPOSE_INLINE Floats value_of(const Finish& f, Ints sum, Floats scale, Floats bias, First some, int64_t at) {
   Floats value = fmadd(to_floats(sum), scale, bias);
   if (ADD) value = fmadd(other_values(f, some, at), floats(f.other_scale), value);
-  return bounded<F, INTEGERS>(f, value);
+  return F == NONE ? value : mul(apply<F>(value, f.slope), floats(f.per_step));
 }
 
-// Four whole vectors of channels that become integers.
-template <Function F, bool ADD>
-void finish_whole(const Finish& f, const Ints* sums, int rows, int64_t row, int64_t channel, uint8_t* out) {
-  Floats scale[4], bias[4];
-  for (int j = 0; j < 4; ++j) {
-    scale[j] = load(f.scale + channel + LANES * j);
-    bias[j] = load(f.bias + channel + LANES * j);
-  }
-  int64_t at = row * f.channels + channel;
-  for (int r = 0; r < rows; ++r, at += f.channels, sums += 4) {
-    Ints steps[4];
+// Where one operand is NaN, minimum and maximum give the second, so that a float stays NaN.
+QOMPOSE_INLINE Floats bounded(const Finish& f, Floats value) {
+  return min(floats(f.high), max(floats(f.low), value));
+}
+
+// Of four vectors of values, in the order of packing. What no integer of 32 bits is becomes the lowest of
+// them, and so does NaN; hence values are bounded above, and only their integers below.
+QOMPOSE_INLINE Ints bytes_of(const Finish& f, int lowest, const Floats* values) {
+  Ints steps[4];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j)
-      steps[j] = steps_of(
-          f, value_of<F, ADD, true>(f, sums[j], scale[j], bias[j], first_lanes(LANES), at + LANES * j));
-    store_ints(out + at, in_order(bytes_of(f.kind, steps)));
+  for (int v = 0; v < 4; ++v) steps[v] = to_ints(min(floats(f.high), values[v]));
+  const Ints zp = words(f.zp), least = words(lowest);
+  const Ints low = largest_words(least, added_words(zp, packed_words(steps[0], steps[1]))),
+             high = largest_words(least, added_words(zp, packed_words(steps[2], steps[3])));
+  return f.kind == UINT8 ? packed_unsigned(low, high) : packed_signed(low, high);
+}
+
+// Sums of some rows of four whole vectors, while they are in registers.
+template <Function F, bool ADD, bool INTEGERS, int ROWS>
+QOMPOSE_INLINE void finish_whole(const Finish& f, const Ints (&sums)[ROWS][4], int64_t row, int64_t channel,
+                                 void* out) {
+  const int64_t first = row * f.channels + channel;
+  const First all = first_lanes(LANES);
+  Floats values[ROWS][4];
+  unrolled<4>([&](auto j) QOMPOSE_INLINED {
+    const Floats scale = load(f.scale + channel + LANES * j), bias = bias_of<ADD>(f, channel + LANES * j);
+    unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
+      const int64_t at = first + r * f.channels + LANES * j;
+      values[r][j] = value_of<F, ADD>(f, sums[r][j], scale, bias, all, at);
+      if (!INTEGERS) store(static_cast<float*>(out) + at, bounded(f, values[r][j]));
+    });
+  });
+  if (!INTEGERS) return;
+  const int lowest = f.lowest();
+  unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
+    store_ints(static_cast<uint8_t*>(out) + first + r * f.channels, in_order(bytes_of(f, lowest, values[r])));
+  });
+}
+
+// Vectors of channels, each of four rows at a time, that become integers.
+template <Function F, bool ADD>
+void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
+                   uint8_t* out) {
+  const int lowest = f.lowest();
+  for (int j = 0; j < width; ++j, channel += LANES) {
+    const int64_t left = f.channels - channel;
+    if (left <= 0) return;
+    const First some = first_lanes(left);
+    const Floats scale = load(f.scale + channel), bias = bias_of<ADD>(f, channel);
+    for (int first = 0; first < rows; first += 4) {
+      Floats values[4];
+      int64_t at[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const int r = std::min(first + i, rows - 1);
+        at[i] = (row + r) * f.channels + channel;
+        values[i] = value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at[i]);
+      }
+      const Ints bytes = in_order(bytes_of(f, lowest, values));
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        if (left >= LANES)
+          store_quarter(out + at[i], bytes, i);
+        else
+          store_quarter(some, out + at[i], bytes, i);
+    }
+  }
+}
+
+template <Function F, bool ADD>
+void finish_floats(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
+                   float* out) {
+  for (int j = 0; j < width; ++j, channel += LANES) {
+    const int64_t left = f.channels - channel;
+    if (left <= 0) return;
+    const First some = first_lanes(left);
+    const Floats scale = load(f.scale + channel), bias = bias_of<ADD>(f, channel);
+    int64_t at = row * f.channels + channel;
+    for (int r = 0; r < rows; ++r, at += f.channels) {
+      const Floats value = bounded(f, value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at));
+      if (left >= LANES)
+        store(out + at, value);
+      else
+        store(some, out + at, value);
+    }
   }
 }
 
@@ -155,58 +258,10 @@ template <Function F, bool ADD, bool INTEGERS>
 void finish_tile(const Finish& shared, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
                  void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change, so that it stays in registers
-  if (INTEGERS && width == 4 && f.channels - channel >= 4 * LANES)
-    return finish_whole<F, ADD>(f, sums, rows, row, channel, static_cast<uint8_t*>(out));
-  for (int j = 0; j < width; ++j, channel += LANES) {
-    const int64_t left = f.channels - channel;
-    if (left <= 0) return;
-    const First some = first_lanes(left);
-    const Floats scale = load(f.scale + channel), bias = load(f.bias + channel);
-    int64_t at = row * f.channels + channel;
-    for (int r = 0; r < rows; ++r, at += f.channels) {
-      const Floats value = value_of<F, ADD, INTEGERS>(f, sums[r * width + j], scale, bias, some, at);
-      if (!INTEGERS && left >= LANES)
-        store(static_cast<float*>(out) + at, value);
-      else if (!INTEGERS)
-        store(some, static_cast<float*>(out) + at, value);
-      else if (left >= LANES)
-        store_lowest(static_cast<char*>(out) + at, steps_of(f, value));
-      else
-        store_lowest(some, static_cast<char*>(out) + at, steps_of(f, value));
-    }
-  }
-}
-
-using FinishTile = void (*)(const Finish&, const Ints*, int, int, int64_t, int64_t, void*);
-
-template <Function F>
-FinishTile finish_of(bool add, bool integers) {
-  if constexpr (!NEEDED<F>) {
-    lacks_function();
-  } else {
-    if (add) return integers ? finish_tile<F, true, true> : finish_tile<F, true, false>;
-    return integers ? finish_tile<F, false, true> : finish_tile<F, false, false>;
-  }
-}
-
-inline FinishTile finish_of(const Finish& f) {
-  const bool add = f.other != nullptr, integers = f.kind != FLOAT32;
-  switch (f.function) {
-    case HARDSWISH:
-      return finish_of<HARDSWISH>(add, integers);
-    case SWISH:
-      return finish_of<SWISH>(add, integers);
-    case GELU_ERF:
-      return finish_of<GELU_ERF>(add, integers);
-    case GELU_TANH:
-      return finish_of<GELU_TANH>(add, integers);
-    case TANH:
-      return finish_of<TANH>(add, integers);
-    case LEAKY_RELU:
-      return finish_of<LEAKY_RELU>(add, integers);
-    default:
-      return finish_of<NONE>(add, integers);
-  }
+  if (!INTEGERS)
+    finish_floats<F, ADD>(f, sums, rows, width, row, channel, static_cast<float*>(out));
+  else
+    finish_narrow<F, ADD>(f, sums, rows, width, row, channel, static_cast<uint8_t*>(out));
 }
 
 }  // namespace qompose_x86

@@ -77,6 +77,7 @@ struct Heads {
   void keep(float* scores, const uint8_t* kept, int64_t end) const {
     const int64_t step = mask.strides[3];
     const Floats zero = floats(0), hidden = floats(-INFINITE);
+    if (step == 0 && end > 0 && *kept) return;  // one value for all keys
     if (step == 1)
       for (int64_t i = 0; i < end; i += LANES) {
         const Floats each = to_floats(widened_unsigned(first_lanes(end - i), kept + i));

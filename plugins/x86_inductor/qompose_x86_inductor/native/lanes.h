@@ -64,6 +64,25 @@ QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
 QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
   _mm_mask_storeu_epi8(to, some, _mm512_cvtepi32_epi8(x));
 }
+// Quarters of a vector: a byte for each lane.
+QOMPOSE_INLINE __m128i quarter(Ints x, int number) {
+  switch (number) {
+    case 0:
+      return _mm512_castsi512_si128(x);
+    case 1:
+      return _mm512_extracti32x4_epi32(x, 1);
+    case 2:
+      return _mm512_extracti32x4_epi32(x, 2);
+    default:
+      return _mm512_extracti32x4_epi32(x, 3);
+  }
+}
+QOMPOSE_INLINE void store_quarter(void* to, Ints x, int number) {
+  _mm_storeu_si128(static_cast<__m128i*>(to), quarter(x, number));
+}
+QOMPOSE_INLINE void store_quarter(First some, void* to, Ints x, int number) {
+  _mm_mask_storeu_epi8(to, some, quarter(x, number));
+}
 QOMPOSE_INLINE Ints widened_unsigned(First some, const void* from) {
   return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, from));
 }
@@ -83,6 +102,13 @@ QOMPOSE_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 QOMPOSE_INLINE Floats absolute(Floats x) { return _mm512_abs_ps(x); }
 QOMPOSE_INLINE Floats rounded(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+QOMPOSE_INLINE Floats truncated(Floats x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+// In each lane the one of sixteen floats that four bits of an integer tell.
+QOMPOSE_INLINE Floats looked_up(const float* sixteen, Ints which) {
+  return _mm512_permutexvar_ps(which, _mm512_loadu_ps(sixteen));
 }
 // x times two to a whole power that is that of a normal number.
 QOMPOSE_INLINE Floats scaled(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
@@ -107,6 +133,9 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm512_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm512_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm512_permutexvar_epi32(lanes, x); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm512_packs_epi32(a, b); }
+QOMPOSE_INLINE Ints words(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
+QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm512_adds_epi16(a, b); }
+QOMPOSE_INLINE Ints largest_words(Ints a, Ints b) { return _mm512_max_epi16(a, b); }
 QOMPOSE_INLINE Ints packed_unsigned(Ints a, Ints b) { return _mm512_packus_epi16(a, b); }
 QOMPOSE_INLINE Ints packed_signed(Ints a, Ints b) { return _mm512_packs_epi16(a, b); }
 QOMPOSE_INLINE Ints low_bytes(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
@@ -187,6 +216,19 @@ QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
   const int64_t bytes = lowest(x);
   std::memcpy(to, &bytes, some.count);
 }
+// Quarters of a vector: a byte for each lane.
+QOMPOSE_INLINE int64_t quarter(Ints x, int number) {
+  const __m128i half = number < 2 ? _mm256_castsi256_si128(x) : _mm256_extracti128_si256(x, 1);
+  return number % 2 ? _mm_extract_epi64(half, 1) : _mm_cvtsi128_si64(half);
+}
+QOMPOSE_INLINE void store_quarter(void* to, Ints x, int number) {
+  const int64_t bytes = quarter(x, number);
+  std::memcpy(to, &bytes, 8);
+}
+QOMPOSE_INLINE void store_quarter(First some, void* to, Ints x, int number) {
+  const int64_t bytes = quarter(x, number);
+  std::memcpy(to, &bytes, some.count);
+}
 QOMPOSE_INLINE __m128i eight_bytes(First some, const void* from) {
   int64_t bytes = 0;
   if (some.count == 8)
@@ -214,6 +256,15 @@ QOMPOSE_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 QOMPOSE_INLINE Floats absolute(Floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 QOMPOSE_INLINE Floats rounded(Floats x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+QOMPOSE_INLINE Floats truncated(Floats x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+// In each lane the one of sixteen floats that four bits of an integer tell.
+QOMPOSE_INLINE Floats looked_up(const float* sixteen, Ints which) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(sixteen), which),
+               high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(sixteen + 8), which);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(which, 28)));
 }
 QOMPOSE_INLINE float sum_of_lanes(Floats x) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)),
@@ -247,6 +298,9 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm256_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm256_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm256_permutevar8x32_epi32(x, lanes); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm256_packs_epi32(a, b); }
+QOMPOSE_INLINE Ints words(int x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); }
+QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm256_adds_epi16(a, b); }
+QOMPOSE_INLINE Ints largest_words(Ints a, Ints b) { return _mm256_max_epi16(a, b); }
 QOMPOSE_INLINE Ints packed_unsigned(Ints a, Ints b) { return _mm256_packus_epi16(a, b); }
 QOMPOSE_INLINE Ints packed_signed(Ints a, Ints b) { return _mm256_packs_epi16(a, b); }
 QOMPOSE_INLINE Ints low_bytes(Ints a, Ints b) { return _mm256_unpacklo_epi8(a, b); }

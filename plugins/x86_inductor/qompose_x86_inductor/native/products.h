@@ -18,38 +18,101 @@ constexpr int BATCH = 24;  // windows that are found, and whose sums are finishe
 // Sums of ROWS windows, for WIDTH vectors of channels. Runs of bytes are those of where[run * stride + row],
 // weights [run][quad][channel][4].
 template <int WIDTH, int ROWS>
+QOMPOSE_INLINE void sum_windows(const Bytes* where, int64_t stride, int64_t runs, int64_t quads,
+                                const int8_t* weights, const int32_t* start, Ints (&acc)[ROWS][WIDTH]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+    for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
+  for (int64_t run = 0; run < runs; ++run, where += stride) {
+    Bytes from[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) from[r] = where[r];
+    for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
+      Ints w[WIDTH];
+#pragma GCC unroll 16
+      for (int j = 0; j < WIDTH; ++j) w[j] = load_ints(weights + 4 * LANES * j);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t four;
+        std::memcpy(&four, from[r] + 4 * quad, 4);
+        const Ints x = ints(four);
+#pragma GCC unroll 16
+        for (int j = 0; j < WIDTH; ++j) acc[r][j] = dot(acc[r][j], x, w[j]);
+      }
+    }
+  }
+}
+
+template <int WIDTH, int ROWS>
 struct SumTile {
   static void run(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
                   const int32_t* start, Ints* sums) {
     Ints acc[ROWS][WIDTH];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-      for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
-    for (int64_t run = 0; run < runs; ++run, where += stride) {
-      Bytes from[ROWS];
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) from[r] = where[r];
-      for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
-        Ints w[WIDTH];
-#pragma GCC unroll 16
-        for (int j = 0; j < WIDTH; ++j) w[j] = load_ints(weights + 4 * LANES * j);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-          int32_t four;
-          std::memcpy(&four, from[r] + 4 * quad, 4);
-          const Ints x = ints(four);
-#pragma GCC unroll 16
-          for (int j = 0; j < WIDTH; ++j) acc[r][j] = dot(acc[r][j], x, w[j]);
-        }
-      }
-    }
+    sum_windows(where, stride, runs, quads, weights, start, acc);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
       for (int j = 0; j < WIDTH; ++j) store_ints(sums + r * WIDTH + j, acc[r][j]);
   }
 };
+
+constexpr int WHOLE_ROWS = MOST_ROWS[WIDEST];
+
+// As many windows as a tile of whole vectors has, whose sums are finished while they are in registers.
+template <Function F, bool ADD, bool INTEGERS>
+void whole_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
+                const Finish& shared, int64_t row, int64_t channel, void* out) {
+  const Finish f = shared;  // a copy that writing to `out` cannot change
+  Ints sums[WHOLE_ROWS][WIDEST];
+  sum_windows(where, stride, runs, quads, weights, f.start + channel, sums);
+  // For GCC these are other values from here on. If one had to lie in memory at the end, it would in the
+  // loop.
+  unrolled<WHOLE_ROWS>([&](auto r) QOMPOSE_INLINED {
+    unrolled<WIDEST>([&](auto j) QOMPOSE_INLINED { asm volatile("" : "+v"(sums[r][j])); });
+  });
+  finish_whole<F, ADD, INTEGERS>(f, sums, row, channel, out);
+}
+
+// What finishes products.
+struct Ending {
+  void (*whole)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const Finish&, int64_t, int64_t,
+                void*);
+  void (*tile)(const Finish&, const Ints*, int, int, int64_t, int64_t, void*);
+};
+
+template <Function F, bool ADD, bool INTEGERS>
+constexpr Ending ENDING = {whole_tile<F, ADD, INTEGERS>, finish_tile<F, ADD, INTEGERS>};
+
+template <Function F>
+Ending ending_of(bool add, bool integers) {
+  if constexpr (!NEEDED<F>) {
+    lacks_function();
+  } else {
+    if (add) return integers ? ENDING<F, true, true> : ENDING<F, true, false>;
+    return integers ? ENDING<F, false, true> : ENDING<F, false, false>;
+  }
+}
+
+inline Ending ending_of(const Finish& f) {
+  const bool add = f.other != nullptr, integers = f.kind != FLOAT32;
+  switch (f.function) {
+    case HARDSWISH:
+      return ending_of<HARDSWISH>(add, integers);
+    case SWISH:
+      return ending_of<SWISH>(add, integers);
+    case GELU_ERF:
+      return ending_of<GELU_ERF>(add, integers);
+    case GELU_TANH:
+      return ending_of<GELU_TANH>(add, integers);
+    case TANH:
+      return ending_of<TANH>(add, integers);
+    case LEAKY_RELU:
+      return ending_of<LEAKY_RELU>(add, integers);
+    default:
+      return ending_of<NONE>(add, integers);
+  }
+}
 
 // The tile of a width and a number of rows: `Tile<WIDTH, ROWS>::run`.
 template <template <int, int> class Tile, int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
@@ -102,7 +165,7 @@ class Worker {
         weights(weights),
         f(f),
         out(out),
-        finish(finish_of(f)),
+        ending(ending_of(f)),
         runs(g.runs()),
         quads(g.quads()),
         windows(g, BATCH),
@@ -153,17 +216,23 @@ class Worker {
 
   void sum(int64_t channel, int width) {
     const int8_t* panel = weights + channel * runs * quads * 4;
-    for (int r = 0; r < rows; r += MOST_ROWS[width])
+    int r = 0;
+    if (width == WIDEST && f.channels - channel >= PANEL)
+      for (; rows - r >= WHOLE_ROWS; r += WHOLE_ROWS)
+        ending.whole(where.data() + r, rows, runs, quads, panel, f, row + r, channel, out);
+    if (r == rows) return;
+    const int first = r;
+    for (; r < rows; r += MOST_ROWS[width])
       tile_of<SumTile>(width, std::min(MOST_ROWS[width], rows - r))(
-          where.data() + r, rows, runs, quads, panel, f.start + channel, sums + r * width);
-    finish(f, sums, rows, width, row, channel, out);
+          where.data() + r, rows, runs, quads, panel, f.start + channel, sums + (r - first) * width);
+    ending.tile(f, sums, rows - first, width, row + first, channel, out);
   }
 
   const Image& g;
   const int8_t* weights;
   const Finish& f;
   void* out;
-  const FinishTile finish;
+  const Ending ending;
   const int64_t runs, quads;
   Windows windows;
   std::vector<Bytes> where;
