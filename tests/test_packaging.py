@@ -279,6 +279,7 @@ class TestComingAndGoing:
 class TestRelease:
     """The smoke test of `release.py`, and how a version is set."""
 
+    @pytest.mark.full
     def test_core_that_works(self, make_site: Any) -> None:
         site = make_site("qompose")
         assert "a quantizer by hand" in release.smoke(site, CORE)

@@ -24,6 +24,8 @@ FEATURES = (
 )
 """Checks of what code does that rules share; they share the trials of their cases as well."""
 OF_ALL_ROWS = ("test_saves", "test_composes", "test_most_specific_wins", "test_works_cleanly")
+OF_A_PROCESS = ("test_imports_cleanly",)
+"""Checks in a process of their own, which imports torch; `test_imports` has all our backends in one."""
 
 AGAIN = ("test_accepts", "test_leaves_inputs_alone")
 """Checks that lower the same operators as `test_lowers`, with other numbers: seconds on a runtime."""
@@ -74,7 +76,7 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     """Tell whether an item is the first to show what it shows, and remember it."""
     check = getattr(item, "originalname", "")
     cls: Any = getattr(item, "cls", None)
-    if check in OF_ALL_ROWS:
+    if check in (*OF_ALL_ROWS, *OF_A_PROCESS):
         return bool(cls.backend == "embedding")
     values = getattr(getattr(item, "callspec", None), "params", {})
     case, target = values.get("case"), values.get("target", "")
