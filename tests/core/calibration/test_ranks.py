@@ -26,31 +26,49 @@ from tests.core.calibration.test_collecting import HISTOGRAM, KINDS, config, pre
 from tests.core.toy import randn
 from qompose.observers import MovingAverageMinMaxObserver
 
-rank, count, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+out, count, children = sys.argv[1], int(os.environ["WORLD_SIZE"]), []
+for rank in range(count):
+    children.append(os.fork())
+    if not children[-1]:
+        break
+else:
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    print(json.dumps([os.waitstatus_to_exitcode(end) for end in ends]))
+    sys.exit()
+os.environ["RANK"] = str(rank)
+for stream, name in ((1, "printed"), (2, "errors")):
+    os.dup2(os.open(f"{out}/{rank}.{name}", os.O_CREAT | os.O_WRONLY), stream)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 batches = [randn(3, 6, seed=s) * (1 + s % 5) for s in range(11)]
 """
 
 
 def together(path: Path, body: str, count: int = 4) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script in processes of a group, as torchrun does, and return how each ended."""
+    """Run a script in processes of a group, as torchrun does, and return how each ended.
+
+    They are forks of one that has imported torch and the tests, which takes seconds.
+    """
     script = path / "script.py"
     script.write_text(SCRIPT + body)
-    port = _free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-            env={
-                **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-                "RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            },
+    variables = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, str(script), str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        subprocess.CompletedProcess(
+            command,
+            end,
+            (path / f"{rank}.printed").read_text("utf-8"),
+            (path / f"{rank}.errors").read_text("utf-8"),
         )
-        for rank in range(count)
-    ]  # fmt: skip
-    ends = [(process, *process.communicate(timeout=240)) for process in started]
-    return [subprocess.CompletedProcess(p.args, p.returncode, out, err) for p, out, err in ends]
+        for rank, end in enumerate(json.loads(done.stdout))
+    ]
 
 
 def _free_port() -> int:

@@ -45,6 +45,7 @@ from tests.core.algorithms.test_smoothing import lines
 from tests.core.calibration.test_ranks import together
 from tests.core.live_bytes import LiveBytes
 from tests.core.toy import DYNAMIC, PRODUCTS, STATIC, Model, export, prepare, seeded, toy
+from tests.sampling import at_once
 
 MODES = {
     "static": replace(STATIC, weight=FOUR_BITS),
@@ -473,7 +474,7 @@ def memory(word: str, together: int) -> list[int]:
     return [calibrating.peak, converting.peak]
 
 
-@pytest.mark.parametrize("together", [48, 2048])
+@pytest.mark.parametrize("together", at_once([48, 2048], 48))
 def test_memory_stays_below_three_layers_beside_the_float_model(together: int) -> None:
     """However many layers there are, and whether few columns are rounded together or all."""
     assert max(memory("gptq_sequential", together)) < 3 * 4 * WIDTH**2

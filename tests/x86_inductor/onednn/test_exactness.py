@@ -82,7 +82,7 @@ def test_probing_is_blind_to_fake_tensors_and_default_devices() -> None:
 
 
 @needs_vnni
-@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
+@pytest.mark.parametrize("limit", ["AVX2", pytest.param("AVX512_CORE", marks=pytest.mark.full)])
 def test_older_instructions_are_found_to_saturate(limit: str) -> None:
     code = (
         "from qompose_x86_inductor.onednn import exactness as e; print(e.vnni_exact(), e.reason())"
