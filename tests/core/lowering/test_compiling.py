@@ -76,6 +76,7 @@ def test_names_keywords_and_sizes_are_those_of_the_model_and_compile_once() -> N
         compiled(X, factor=factor, scale=1)
 
 
+@pytest.mark.usefixtures("traced_alone")
 def test_no_layout_or_type_of_an_input_compiles_anew() -> None:
     model, factor = lowered_net(), torch.tensor(3.0)
     compiled = qompose.compile_lowered(model)

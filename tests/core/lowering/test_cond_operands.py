@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+from tests.sampling import at_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 
+IN_CPP = {"cpp_wrapper": True}
 OPERANDS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.transpose(1, 2).contiguous(),
     "a part of it": lambda y: y.transpose(1, 2).contiguous()[:, 1:],
@@ -57,7 +59,7 @@ class Branching(nn.Module):
         ]
 
 
-@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+@pytest.mark.parametrize("options", at_once([{}, IN_CPP], {}), ids=["python", "cpp"])
 def test_branches_read_what_was_computed(options: dict[str, Any]) -> None:
     x = randn(2, 7, 3)
     with torch.no_grad():  # with gradients, torch's trace of the branches warns
@@ -84,7 +86,7 @@ class OfConvolution(nn.Module):
         ]
 
 
-@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+@pytest.mark.parametrize("options", at_once([{}, IN_CPP], IN_CPP), ids=["python", "cpp"])
 def test_parts_of_another_layout_are_read_without_its_gaps(options: dict[str, Any]) -> None:
     x = randn(1, 3, 8, 8)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +107,7 @@ def assert_same(run: Callable[..., Tensor], model: GraphModule, *, floats: bool)
             )
             for mode in ("package", "default")
         ],
-        (operator, False, "package"),
+        (operator, False, "default"),
     ),
 )
 def test_any_batch_and_length(attend: Attend, floats: bool, mode: str, tmp_path: Path) -> None:
@@ -182,8 +183,10 @@ needs_native = pytest.mark.skipif(
 
 
 @needs_native
-@pytest.mark.parametrize("mode", ["package", pytest.param("default", marks=pytest.mark.full)])
-@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize(
+    ("floats", "mode"),
+    at_once(itertools.product((False, True), ("default", "package")), (False, "default")),
+)
 def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
     model = left_in_float(in_float(), *inputs(4, 50, floats=floats), dynamic=True)
     assert calls_in_float(model) == 1

@@ -146,7 +146,7 @@ def test_lowered_with_our_code_and_compiled_without_it_is_torchs() -> None:
     assert sqnr(graph(*given(0, 1)), plain(*given(0, 1))) > 60
 
 
-@pytest.mark.parametrize("mode", ["package", pytest.param("default", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["default", pytest.param("package", marks=pytest.mark.full)])
 def test_compiled(mode: str) -> None:
     model = lowered(expanded)
     run = qompose.compile_lowered(model, mode)
