@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch._export.utils
 import torch.export.decomp_utils
 import torch.export.exported_program
+import torch.utils._traceback
 from hypothesis import settings
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.json import JSONSnapshotExtension
@@ -57,6 +59,18 @@ for user, collector in (
     (torch.export.decomp_utils, "_collect_all_valid_cia_ops_for_aten_namespace"),
 ):
     setattr(user, collector, _looking_once(getattr(user, collector)))
+
+
+def _read_when_asked(frames: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
+    """Have the lines of a stack read when somebody asks for them: few do, and torch takes a stack of each
+    node that it traces, a hundred frames below pytest."""
+    return traceback.StackSummary(
+        traceback.FrameSummary(each["filename"], each["line"], each["name"], lookup_line=False)
+        for each in reversed(frames[skip:])
+    )
+
+
+torch.utils._traceback._extract_symbolized_tb = _read_when_asked
 
 ON_THE_RUNTIME = (
     "tests/xnnpack/",
