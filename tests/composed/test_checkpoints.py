@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tests.core.algorithms.packed import (
     held,
     write,
 )
+from tests.sampling import at_once
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,8 +107,13 @@ def converted_of(checkpoint: Checkpoint, quantizer: Any) -> Any:
     return qompose.convert_pt2e(qompose.prepare_pt2e(exported(checkpoint), quantizer))
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "symmetric"),
+    at_once(
+        itertools.product(LAYOUTS, (True, False)),
+        *(("gptq", True), ("gptq_v2", False), ("awq", False), ("compressed-tensors", True)),
+    ),
+)
 def test_integers_scales_and_zero_points_are_the_checkpoints(
     layout: str, symmetric: bool, tmp_path: Path
 ) -> None:
@@ -185,7 +192,7 @@ def test_another_backend_refuses_what_it_lacks(tmp_path: Path) -> None:
             xnnpack(weight_only=True, **checkpoint.options())
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", at_once([True, False], False))
 def test_onnx_runtime_computes_with_them(symmetric: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     checkpoint, _ = checkpoint_of(tmp_path, symmetric=symmetric)

@@ -43,7 +43,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "Mixtral": {**_GROUPED, "num_local_experts": 2, "sliding_window": None},
     "GPTNeoX": {},
 }
-ORDINARY = ("Llama", "Gemma")
+ORDINARY = ("Llama",)
 FAMILIES = [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.full) for name in _OWN]
 
 
@@ -164,7 +164,11 @@ def _held_bytes(root: Any) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("words", [{}, {"group_size": 32, "algorithms": ()}], ids=["8", "4"])
+@pytest.mark.parametrize(
+    "words",
+    [{}, pytest.param({"group_size": 32, "algorithms": ()}, marks=pytest.mark.full)],
+    ids=["8", "4"],
+)
 def test_methods_hold_what_the_report_says(words: dict[str, Any], tmp_path: Path) -> None:
     """Weights once for both methods, as kernels packed them, and the values that the cache starts from."""
     table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))

@@ -5,7 +5,7 @@ Authors of backends run all of them. Of our own four, every run has what each ru
 one rule of each engine feature: the code that lowers, the operator, the fused function. On a runtime, where
 a case takes seconds, and in broader checks it has one rule of each mode; `tests/xnnpack` and
 `tests/embedding` run the operators of a runtime in a program together. What takes a model of all rows is
-left to the smallest backend, and to `tests/composed`.
+left to the smallest backend, or the example of docs/kit.md, and to `tests/composed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FEATURES = (
     "test_matches_reference",
 )
 """Checks of what code does that rules share; they share the trials of their cases as well."""
-OF_ALL_ROWS = ("test_saves", "test_composes", "test_most_specific_wins", "test_works_cleanly")
+OF_ALL_ROWS = ("test_saves", "test_composes", "test_most_specific_wins")
+OF_ALL_KERNELS = ("test_works_cleanly",)
 OF_A_PROCESS = ("test_imports_cleanly",)
 """Checks in a process of their own, which imports torch; `test_imports` has all our backends in one."""
 
@@ -78,6 +79,8 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     cls: Any = getattr(item, "cls", None)
     if check in (*OF_ALL_ROWS, *OF_A_PROCESS):
         return bool(cls.backend == "embedding")
+    if check in OF_ALL_KERNELS:
+        return bool(cls.__name__ == "TestKitExample")
     values = getattr(getattr(item, "callspec", None), "params", {})
     case, target = values.get("case"), values.get("target", "")
     if not isinstance(case, Case):

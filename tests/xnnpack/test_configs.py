@@ -147,7 +147,9 @@ RULES = {
 
 
 class TestMixed:
-    @pytest.mark.parametrize("target", ["torch", "executorch"])
+    @pytest.mark.parametrize(
+        "target", ["torch", pytest.param("executorch", marks=pytest.mark.full)]
+    )
     def test_each_module_has_its_kernel(self, mixed: Any, target: str) -> None:
         if target == "executorch":
             pytest.importorskip("executorch")

@@ -43,7 +43,7 @@ def test_a_linear_of_weights_alone(dynamic: tuple[int, ...], options: dict[str, 
     assert row.state == "float kernel on integers"
 
 
-@pytest.mark.parametrize(("times", "portable"), [(1, 1), (2, 0), (3, 0)])
+@pytest.mark.parametrize(("times", "portable"), at_once([(1, 1), (2, 0), (3, 0)], (1, 1), (2, 0)))
 def test_a_concatenation_of_a_tensor_with_itself_is_delegated(times: int, portable: int) -> None:
     """One of a single tensor is not, as XNNPACK has none."""
     model = Model(lambda m, x: torch.cat([m.linear(x)] * times, -1), linear=nn.Linear(8, 4))
