@@ -77,6 +77,8 @@ inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
 inline void run(int threads, bool by_channel, const Image& image, const Constants& c, const void* other,
                 Kind other_kind, const int64_t* s, const double* e, void* out) {
   const auto end = [e](End which) { return static_cast<float>(e[which]); };
+  const auto kind = static_cast<Kind>(s[KIND]);
+  const auto zp = static_cast<int>(s[ZP]);
   const Finish finish = {c.start,
                          c.scale,
                          c.bias,
@@ -89,9 +91,10 @@ inline void run(int threads, bool by_channel, const Image& image, const Constant
                          end(PER_STEP),
                          end(LOW),
                          end(HIGH),
-                         static_cast<int>(s[ZP]),
-                         static_cast<Kind>(s[KIND]),
-                         s[OUT_CHANNELS]};
+                         zp,
+                         kind,
+                         s[OUT_CHANNELS],
+                         lowest_of(end(LOW), zp, kind)};
   if (image.pixels() == 0 || finish.channels == 0) return;
   if (by_channel)
     depthwise(image, c.weight, finish, out, threads);

@@ -39,7 +39,7 @@ QOMPOSE_INLINE void finish_pixel(const Finish& f, const Ints* sums, int64_t chan
   Floats values[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) values[v] = real_of<F>(f, sums[v], channel + LANES * v);
-  const Ints bytes = bytes_of(f, f.lowest(), values);
+  const Ints bytes = bytes_of(f, values);
   if (WHOLE)
     store_ints(static_cast<char*>(out) + at, bytes);
   else

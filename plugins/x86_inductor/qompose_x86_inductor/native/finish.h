@@ -39,13 +39,15 @@ struct Finish {
   int zp;
   Kind kind;
   int64_t channels;  // of the result
-
-  // The least integer of the result.
-  int lowest() const {
-    const float least = kind == UINT8 ? 0 : -128;
-    return static_cast<int>(std::nearbyint(std::max(low + static_cast<float>(zp), least)));
-  }
+  int lowest;        // of its integers
 };
+
+// What rounding the lower bound gives, as far as the result has it.
+inline int lowest_of(float low, int zp, Kind kind) {
+  if (kind == FLOAT32) return 0;
+  const float least = kind == INT8 ? -128 : 0;
+  return static_cast<int>(std::nearbyint(std::max(low + static_cast<float>(zp), least)));
+}
 
 // 2 ** n * polynomial, by Taylor's series of 2 ** f on -0.5 .. 0.5: relative error below 3e-7. Arguments are
 // kept where it is a normal number; NaN stays NaN, as the second operand of these.
@@ -172,35 +174,50 @@ QOMPOSE_INLINE Floats bounded(const Finish& f, Floats value) {
 
 // Of four vectors of values, in the order of packing. What no integer of 32 bits is becomes the lowest of
 // them, and so does NaN; hence values are bounded above, and only their integers below.
-QOMPOSE_INLINE Ints bytes_of(const Finish& f, int lowest, const Floats* values) {
+QOMPOSE_INLINE Ints bytes_of(const Finish& f, const Floats* values) {
   Ints steps[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) steps[v] = to_ints(min(floats(f.high), values[v]));
-  const Ints zp = words(f.zp), least = words(lowest);
+  const Ints zp = words(f.zp), least = words(f.lowest);
   const Ints low = largest_words(least, added_words(zp, packed_words(steps[0], steps[1]))),
              high = largest_words(least, added_words(zp, packed_words(steps[2], steps[3])));
   return f.kind == UINT8 ? packed_unsigned(low, high) : packed_signed(low, high);
 }
 
-// Sums of some rows of four whole vectors, while they are in registers.
-template <Function F, bool ADD, bool INTEGERS, int ROWS>
-QOMPOSE_INLINE void finish_whole(const Finish& f, const Ints (&sums)[ROWS][4], int64_t row, int64_t channel,
-                                 void* out) {
-  const int64_t first = row * f.channels + channel;
-  const First all = first_lanes(LANES);
-  Floats values[ROWS][4];
-  unrolled<4>([&](auto j) QOMPOSE_INLINED {
+// Sums of some rows of four or two vectors, while they are in registers. Four are whole.
+template <Function F, bool ADD, bool INTEGERS, int ROWS, int WIDTH>
+QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH], int64_t row,
+                                int64_t channel, void* out) {
+  constexpr int TOGETHER = 4 / WIDTH;  // rows that are packed to bytes together
+  const int64_t first = row * f.channels + channel, left = f.channels - channel;
+  const bool whole = WIDTH == 4 || left >= WIDTH * LANES;
+  Floats values[ROWS / TOGETHER][4];
+  unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED {
+    const First some = first_lanes(WIDTH == 4 ? LANES : std::max<int64_t>(0, left - LANES * j));
     const Floats scale = load(f.scale + channel + LANES * j), bias = bias_of<ADD>(f, channel + LANES * j);
     unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
       const int64_t at = first + r * f.channels + LANES * j;
-      values[r][j] = value_of<F, ADD>(f, sums[r][j], scale, bias, all, at);
-      if (!INTEGERS) store(static_cast<float*>(out) + at, bounded(f, values[r][j]));
+      const Floats value = value_of<F, ADD>(f, sums[r][j], scale, bias, some, at);
+      if (INTEGERS)
+        values[r / TOGETHER][r % TOGETHER * WIDTH + j] = value;
+      else if (whole)
+        store(static_cast<float*>(out) + at, bounded(f, value));
+      else
+        store(some, static_cast<float*>(out) + at, bounded(f, value));
     });
   });
   if (!INTEGERS) return;
-  const int lowest = f.lowest();
-  unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
-    store_ints(static_cast<uint8_t*>(out) + first + r * f.channels, in_order(bytes_of(f, lowest, values[r])));
+  uint8_t* to = static_cast<uint8_t*>(out) + first;
+  unrolled<ROWS / TOGETHER>([&](auto i) QOMPOSE_INLINED {
+    const Ints bytes = in_order(bytes_of(f, values[i]));
+    if (WIDTH == 4) return store_ints(to + i * f.channels, bytes);
+    unrolled<2>([&](auto half) QOMPOSE_INLINED {
+      uint8_t* place = to + (2 * i + half) * f.channels;
+      if (whole)
+        store_half(place, bytes, half);
+      else
+        store_half(left, place, bytes, half);
+    });
   });
 }
 
@@ -208,7 +225,6 @@ QOMPOSE_INLINE void finish_whole(const Finish& f, const Ints (&sums)[ROWS][4], i
 template <Function F, bool ADD>
 void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
                    uint8_t* out) {
-  const int lowest = f.lowest();
   for (int j = 0; j < width; ++j, channel += LANES) {
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
@@ -223,7 +239,7 @@ void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64
         at[i] = (row + r) * f.channels + channel;
         values[i] = value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at[i]);
       }
-      const Ints bytes = in_order(bytes_of(f, lowest, values));
+      const Ints bytes = in_order(bytes_of(f, values));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
         if (left >= LANES)

@@ -64,6 +64,16 @@ QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
 QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
   _mm_mask_storeu_epi8(to, some, _mm512_cvtepi32_epi8(x));
 }
+QOMPOSE_INLINE __m256i half(Ints x, int number) {
+  return number ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x);
+}
+QOMPOSE_INLINE void store_half(void* to, Ints x, int number) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), half(x, number));
+}
+// At most so many bytes of it.
+QOMPOSE_INLINE void store_half(int64_t bytes, void* to, Ints x, int number) {
+  _mm256_mask_storeu_epi8(to, static_cast<__mmask32>(first_bytes(bytes)), half(x, number));
+}
 // Quarters of a vector: a byte for each lane.
 QOMPOSE_INLINE __m128i quarter(Ints x, int number) {
   switch (number) {
@@ -215,6 +225,16 @@ QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
 QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
   const int64_t bytes = lowest(x);
   std::memcpy(to, &bytes, some.count);
+}
+QOMPOSE_INLINE void store_half(void* to, Ints x, int number) {
+  const __m128i half = number ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x);
+  _mm_storeu_si128(static_cast<__m128i*>(to), half);
+}
+// At most so many bytes of it.
+QOMPOSE_INLINE void store_half(int64_t bytes, void* to, Ints x, int number) {
+  char half[16];
+  store_half(half, x, number);
+  std::memcpy(to, half, bytes < 16 ? bytes : 16);
 }
 // Quarters of a vector: a byte for each lane.
 QOMPOSE_INLINE int64_t quarter(Ints x, int number) {

@@ -57,32 +57,38 @@ struct SumTile {
   }
 };
 
-constexpr int WHOLE_ROWS = MOST_ROWS[WIDEST];
-
-// As many windows as a tile of whole vectors has, whose sums are finished while they are in registers.
-template <Function F, bool ADD, bool INTEGERS>
+// A tile of most rows, of four whole vectors of channels or of two, whose sums are finished while they are in
+// registers.
+template <Function F, bool ADD, bool INTEGERS, int WIDTH>
 void whole_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
                 const Finish& shared, int64_t row, int64_t channel, void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change
-  Ints sums[WHOLE_ROWS][WIDEST];
+  Ints sums[MOST_ROWS[WIDTH]][WIDTH];
   sum_windows(where, stride, runs, quads, weights, f.start + channel, sums);
-  // For GCC these are other values from here on. If one had to lie in memory at the end, it would in the
-  // loop.
-  unrolled<WHOLE_ROWS>([&](auto r) QOMPOSE_INLINED {
-    unrolled<WIDEST>([&](auto j) QOMPOSE_INLINED { asm volatile("" : "+v"(sums[r][j])); });
+  // For GCC these are other values from here on: had one to lie in memory at the end, it would in the loop.
+  unrolled<MOST_ROWS[WIDTH]>([&](auto r) QOMPOSE_INLINED {
+    unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED { asm volatile("" : "+v"(sums[r][j])); });
   });
-  finish_whole<F, ADD, INTEGERS>(f, sums, row, channel, out);
+  finish_sums<F, ADD, INTEGERS>(f, sums, row, channel, out);
 }
+
+using WholeTile = void (*)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const Finish&, int64_t,
+                           int64_t, void*);
 
 // What finishes products.
 struct Ending {
-  void (*whole)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const Finish&, int64_t, int64_t,
-                void*);
+  WholeTile four, two;
   void (*tile)(const Finish&, const Ints*, int, int, int64_t, int64_t, void*);
+
+  // Of tiles of so many vectors, for `left` channels; null if there is none.
+  WholeTile whole(int width, int64_t left) const {
+    return width == 2 ? two : width == 4 && left >= PANEL ? four : nullptr;
+  }
 };
 
 template <Function F, bool ADD, bool INTEGERS>
-constexpr Ending ENDING = {whole_tile<F, ADD, INTEGERS>, finish_tile<F, ADD, INTEGERS>};
+constexpr Ending ENDING = {whole_tile<F, ADD, INTEGERS, 4>, whole_tile<F, ADD, INTEGERS, 2>,
+                           finish_tile<F, ADD, INTEGERS>};
 
 template <Function F>
 Ending ending_of(bool add, bool integers) {
@@ -217,9 +223,9 @@ class Worker {
   void sum(int64_t channel, int width) {
     const int8_t* panel = weights + channel * runs * quads * 4;
     int r = 0;
-    if (width == WIDEST && f.channels - channel >= PANEL)
-      for (; rows - r >= WHOLE_ROWS; r += WHOLE_ROWS)
-        ending.whole(where.data() + r, rows, runs, quads, panel, f, row + r, channel, out);
+    if (const WholeTile whole = ending.whole(width, f.channels - channel))
+      for (; rows - r >= MOST_ROWS[width]; r += MOST_ROWS[width])
+        whole(where.data() + r, rows, runs, quads, panel, f, row + r, channel, out);
     if (r == rows) return;
     const int first = r;
     for (; r < rows; r += MOST_ROWS[width])
