@@ -159,6 +159,13 @@ BENCHMARKS = (
         figures=False,
     ),
     Benchmark(
+        "random_nets",
+        "What is the default worth at int4 on small networks drawn at random?",
+        ("qompose", "qompose_xnnpack", "torch"),
+        ("--draws", "1"),
+        figures=False,
+    ),
+    Benchmark(
         "sequential_memory",
         "How much memory does GPTQ take beside the float model, one layer at a time or all at once?",
         ("qompose", "qompose_x86_inductor", "torch"),

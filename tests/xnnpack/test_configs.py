@@ -81,7 +81,7 @@ class TestWhatExcludesWhat:
             ("is_per_channel .*'no'", {"is_per_channel": "no"}), ("balance .*0", {"balance": 0}),
             ("'smoothquant'.*'smooth_quant'", {"algorithms": ("smoothquant",)}),
             ("algorithms", {"algorithms": 1}),
-            ("bias_correction", {"algorithms": ("bias_correction",), "weight_only": True}),
+            ("awq", {"algorithms": ("awq",), "is_dynamic": True}),
             ("equalization", {"algorithms": ("equalization",), "is_qat": True}),
             ("per_token=False", {"per_token": False}),
             ("is_dynamic=True", {"per_token": False, "weight_only": True}),

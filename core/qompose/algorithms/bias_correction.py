@@ -6,9 +6,14 @@ input's channels tell (Nagel et al., "Data-Free Quantization Through Weight Equa
 Correction", 2019). Of a convolution that is computed by itself, on an image of means, so that padding,
 strides and groups count as they do. The rounding of activations is without bias, and is left alone.
 
+Errors of outputs in the mean add up over layers, and through what takes means of its own, such as pooling;
+what is left of errors without it mostly does not.
+
 Means of padding say nothing of words. So the correction is judged on the rows that the observer of the input
 keeps (`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
-the examples on the other. Where no rows are kept it is made if a configuration asks for it by word.
+the examples on the other. Where no rows are kept it is made if a configuration asks for it by word. An input
+that is float or quantized as it comes has no such observer: its means are those of the distinct rows of
+examples (`qompose.observers.input_sums`), and those of one half have to make the error of the other smaller.
 """
 
 from __future__ import annotations
@@ -29,13 +34,18 @@ from qompose.algorithms.products import (
     Operands,
     change_products,
     channel_dim,
+    channels_of,
+    groups_of,
     product_node,
+    products_with_weights,
     reader_of,
     rows_read,
     taps_of,
     weight_group,
 )
+from qompose.observers.input_sums import Columns
 from qompose.program.aliasing import written_buffers
+from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.control_flow import count_readers
 from qompose.program.graph import address_of, constant_of, value_of
 from qompose.spec.algorithm_choice import BIAS_CORRECTION
@@ -52,22 +62,33 @@ class BiasCorrection(Algorithm):
     def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, int, bool]]:
-        for claim in claims:
-            node = product_node(claim, nodes) if self.is_wanted(claim) else None
-            if node is not None:
+        for claim in filter(_is_observed, filter(self.is_wanted, claims)):
+            if (node := product_node(claim, nodes)) is not None:
                 operands = Operands.of(node)
                 dim = channel_dim(node, operands.weight)
                 yield operands.source, dim, self.is_asked(claim)
+
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Columns, int]]:
+        wanted = (c for c in claims if self.is_wanted(c) and not _is_observed(c))
+        for product in products_with_weights(wanted, nodes):
+            yield product.source, *channels_of(product)
 
     def correct(self, found: Calibrated) -> None:
         correction = cache(lambda: _Correction(found))
 
         def corrected(product: Operands, claim: Claim) -> str:
-            name, bias, effect = correction().of(product)
+            name, bias, effect = correction().of(product, observed=_is_observed(claim))
             found.parameters[name] = bias
             return effect
 
         change_products(found, self, corrected)
+
+
+def _is_observed(claim: Claim) -> bool:
+    """Tell whether the input of a product has an observer of its own, which may keep rows of it."""
+    return claim.mode == "static"
 
 
 class _Correction:
@@ -76,7 +97,7 @@ class _Correction:
         self._readers = count_readers(model)
         self._written = written_buffers(model.graph)
 
-    def of(self, product: Operands) -> tuple[str, Tensor, str]:
+    def of(self, product: Operands, *, observed: bool) -> tuple[str, Tensor, str]:
         """Return the name of a product's bias, the corrected bias, and how much the correction is.
 
         Raises:
@@ -92,9 +113,12 @@ class _Correction:
             raise NotChanged(f"{product.bias.target} is also read by other operators")
         if str(product.bias.target) in self._written:
             raise NotChanged(f"the program writes to {product.bias.target}")
-        mean = self._mean(product)
         rounding = self._rounding(product)
-        unmeasured = self._check_gain(product, rounding, mean)
+        if observed:
+            mean = self._mean(product)
+            unmeasured = self._check_gain(product, rounding, mean)
+        else:
+            mean, unmeasured = self._mean_held_back(product, rounding), ""
         moved = _moved(product, rounding, mean)
         value = self._factors.constant(name)
         corrected = (value.double() + moved.to(value.device)).to(value.dtype)
@@ -121,9 +145,40 @@ class _Correction:
             found = observer.seen().values() if kept == dim else another
         if isinstance(found, str):
             raise NotKnown(f"the means of its input {product.source.name} are unknown ({found})")
+        return self._as_weighted(product, found)
+
+    def _as_weighted(self, product: Operands, mean: Tensor) -> Tensor:
+        """Return means of channels, the last dimension, with the factors that the weight took up."""
         for vector, dim in self._factors.absorbed(product.weight.name):
-            found = found / vector.double().cpu() if dim == 1 else found
-        return found
+            mean = mean / vector.double().cpu() if dim == 1 else mean
+        return mean
+
+    def _mean_held_back(self, product: Operands, rounding: Tensor) -> Tensor:
+        """Return the means of an input that is float, or quantized as it comes, over its distinct rows.
+
+        Raises:
+            NotChanged: they are not known, or those of each half of the examples are no good for the other.
+        """
+        observer = self._found.sums.get((product.source, channels_of(product)[0]))
+        if observer is None or not bool(observer.count.any()):
+            raise NotChanged("its input never saw calibration data")
+        if not bool(observer.count.all()):
+            raise NotChanged(
+                "calibration saw too few distinct examples of its input to hold any out"
+            )
+        count, sums = observer.count.cpu().double(), observer.total[:, 0, 0].cpu()
+        if not bool(sums.isfinite().all()):
+            raise NotChanged("its input has non-finite values")
+        halves = self._as_weighted(product, sums / count[:, None])
+        groups, transposed = groups_of(product.node), product.node.target in TRANSPOSED
+        of_row = taps_of(rounding.cpu(), groups, transposed).sum(3)
+        moved = torch.einsum("goi,hgi->hgo", of_row, halves.view(2, groups, -1))
+        # The squared error of rows x is lower by n ((e m)^2 - (e (m - m'))^2) if m' instead of their mean m.
+        left, before = (moved - moved.flip(0)).square(), moved.square()
+        gained = ((before - left).sum((1, 2)) * count).sum()
+        if not gained > 0:
+            raise NotChanged("its squared error on held-out calibration data would not decrease")
+        return self._as_weighted(product, sums.sum(0) / count.sum())
 
     def _check_gain(self, product: Operands, rounding: Tensor, mean: Tensor) -> str:
         """Check that a correction makes the error of a product smaller on the rows that are kept.

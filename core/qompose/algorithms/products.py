@@ -180,11 +180,17 @@ def moments_asked(
     algorithm: Algorithm, claims: Sequence[Claim], nodes: Mapping[str, Node]
 ) -> Iterator[tuple[Node, Columns, int]]:
     """Yield what `Algorithm.watch_moments` does for the inputs of all products that ask for an algorithm."""
-    for claim in filter(algorithm.is_asked, claims):
+    for product in products_with_weights(filter(algorithm.is_asked, claims), nodes):
+        yield product.source, *columns_of(product)
+
+
+def products_with_weights(claims: Iterable[Claim], nodes: Mapping[str, Node]) -> Iterator[Operands]:
+    """Yield the products of claims whose weights are parameters or buffers."""
+    for claim in claims:
         node = product_node(claim, nodes)
         product = None if node is None else Operands.of(node)
         if product is not None and constant_of(product.weight) is not None:
-            yield product.source, *columns_of(product)
+            yield product
 
 
 def taps_of(weight: Tensor, groups: int, transposed: bool) -> Tensor:
@@ -255,6 +261,16 @@ def columns_of(product: Operands) -> tuple[Columns, int]:
     stride, dilation = (_for_each(given[name], len(size)) for name in ("stride", "dilation"))
     window = Window(size, stride, _padding(given["padding"], size, dilation), dilation)
     return Columns(dim, groups, window), int(weight.shape[1]) * math.prod(size)
+
+
+def channels_of(product: Operands) -> tuple[Columns, int]:
+    """Return the channels of a product's input, each for itself, and how many there are."""
+    weight = constant_of(product.weight)
+    assert weight is not None
+    transposed = product.node.target in TRANSPOSED
+    channels = weight.shape[0] if transposed else weight.shape[1] * groups_of(product.node)
+    dim, expert = channel_dim(product.node, product.weight), expert_of(product.node)
+    return Columns(dim, correlated=False, expert=expert), int(channels)
 
 
 def expert_of(product: Node) -> int | None:

@@ -34,13 +34,13 @@ from qompose.algorithms.interface import Algorithm, NotChanged, NotKnown
 from qompose.algorithms.product_inputs import times_smaller
 from qompose.algorithms.products import (
     Operands,
-    channel_dim,
+    channels_of,
     check_own_scales,
-    expert_of,
     factors_read,
     groups_of,
     operands_of,
     product_node,
+    products_with_weights,
     taps_of,
 )
 from qompose.observers.auto_range import in_unit, unit_of
@@ -74,11 +74,8 @@ class ScaleSearch(Algorithm):
     def watch_moments(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, Columns, int]]:
-        for claim in filter(self.is_wanted, claims):
-            node = product_node(claim, nodes)
-            product = None if node is None else Operands.of(node)
-            if product is not None and constant_of(product.weight) is not None:
-                yield product.source, *_channels_of(product)
+        for product in products_with_weights(filter(self.is_wanted, claims), nodes):
+            yield product.source, *channels_of(product)
 
     def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
         plan = found.plan
@@ -118,16 +115,6 @@ class ScaleSearch(Algorithm):
             ):
                 reason = f"it is stored as {dtype}, whose steps are not equal"
                 found.refused.append(f"{self.word} was not applied to {weight.target}: {reason}")
-
-
-def _channels_of(product: Operands) -> tuple[Columns, int]:
-    """Return the channels of a product's input, each for itself, and how many there are."""
-    weight = constant_of(product.weight)
-    assert weight is not None
-    transposed = product.node.target in TRANSPOSED
-    channels = weight.shape[0] if transposed else weight.shape[1] * groups_of(product.node)
-    dim, expert = channel_dim(product.node, product.weight), expert_of(product.node)
-    return Columns(dim, correlated=False, expert=expert), int(channels)
 
 
 @dataclass(frozen=True)
@@ -253,7 +240,7 @@ def _seen(found: Calibrated, products: Sequence[Operands]) -> _Seen:
         _UselessData: all data is alike, or values are not finite.
     """
     seen: list[tuple[Any, Tensor | float]] = [
-        (found.sums.get((p.source, _channels_of(p)[0])), _powers(found, p)) for p in products
+        (found.sums.get((p.source, channels_of(p)[0])), _powers(found, p)) for p in products
     ]
     if any(observer is None or not bool(observer.count.any()) for observer, _ in seen):
         raise NotKnown("its layer never saw calibration data")

@@ -77,9 +77,6 @@ def word_of(choice: Any) -> Any:
 _MODES: Mapping[str, Mapping[str, str]] = {
     SMOOTH_QUANT: {"weight-only": "it scales activations before they are quantized"},
     AWQ: dict.fromkeys(("static", "dynamic"), "use smooth_quant for layers with quantized inputs"),
-    BIAS_CORRECTION: dict.fromkeys(
-        ("weight-only", "dynamic"), "it requires the means of observed inputs"
-    ),
 }
 """By word: the modes in which it has nothing to work on, and why."""
 

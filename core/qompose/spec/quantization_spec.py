@@ -450,9 +450,9 @@ class QuantizationConfig:
     `qompose.algorithms.Algorithm` objects, such as `SmoothQuant(alpha=...)`; their order does not matter.
     `()` applies none. With None, static configurations apply what is free at run time: SmoothQuant after a
     layer norm and GPTQ, each where it reduces the error on held-out calibration data, and bias correction of
-    layers that have a bias. In every mode, scales of weights of six bits or fewer are searched if there is
-    calibration data, and those of embedding tables always. QAT configurations apply none. The report lists
-    what was applied.
+    layers that have a bias. In every mode, scales of weights of six bits or fewer are searched and biases of
+    their layers corrected if there is calibration data; scales of embedding tables are always searched. QAT
+    configurations apply none. The report lists what was applied.
 
     `options` names rules that apply only on request (`qompose.backend.Rule.option`), for example because
     they cost accuracy; each backend has its own.
@@ -525,8 +525,8 @@ class QuantizationConfig:
         if self.weight.dtype in FLOAT8:  # whose steps differ
             return ()
         low = (SCALE_SEARCH,) if fits_bits(self.weight, 6) else ()
-        static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()
-        return (*low, *static)
+        static = (SMOOTH_QUANT, GPTQ) if self.mode == "static" else ()
+        return (*low, *static, *([BIAS_CORRECTION] if low or static else []))
 
     def without(self, *roles: str) -> QuantizationConfig:
         """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".

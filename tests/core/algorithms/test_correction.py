@@ -219,6 +219,85 @@ class TestGain:
         assert errors["smooth_quant", "bias_correction"] < errors["smooth_quant",] / 20
 
 
+FLOAT = replace(PLAIN, input_activation=None, name="weight-only")
+RUN_TIME = replace(PLAIN, input_activation=toys.RUN_TIME, name="dynamic")
+
+
+def pooled(seed: int) -> nn.Sequential:
+    """Of errors of outputs, a mean over an image leaves what all of it has in common."""
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU()]
+    return toys.seeded(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), seed).eval()
+
+
+@pytest.mark.parametrize("config", [FLOAT, RUN_TIME], ids=str)
+class TestInputsThatNothingObserves:
+    def test_few_bits_are_corrected_by_default(self, config: QuantizationConfig) -> None:
+        """Scales that err less alone may add to what other layers err in the mean."""
+        gained = []
+        for seed in range(6):
+            model, found = pooled(seed), {}
+            generator = torch.Generator().manual_seed(seed)
+            *seen, other = (torch.randn(16, 3, 10, 10, generator=generator) for _ in range(5))
+            for words in ((), ("scale_search",), None):
+                converted = quantized(model, replace(config, algorithms=words), *seen)
+                found[words] = toys.sqnr(model(other), converted(other))
+            assert found[None] > max(found[()], found["scale_search",] - 0.1)
+            gained.append(found[None] - found["scale_search",])
+        assert sum(gained) / len(gained) > 1
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_means_of_outputs(self, kind: str, config: QuantizationConfig) -> None:
+        layer = LAYERS[kind](True).eval()
+        x = torch.rand((128, 8) if kind == "linear" else (32, 8, 6, 6))
+        x = x + torch.arange(8).view(-1, *[1] * (x.dim() - 2))
+        program, errors = export(nn.Sequential(layer), x), []
+        weight = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
+        for words in ((), ("bias_correction",)):
+            chosen = replace(config, weight=weight, algorithms=words)
+            converted = convert(program, toy(*RULES, config=chosen), x)
+            with torch.no_grad():
+                error = (converted(x) - layer(x)).transpose(0, 1).flatten(1).mean(1)
+            errors.append(error.norm().item())
+        assert errors[1] < errors[0] / 20
+
+    def test_eight_bits_only_where_asked(self, config: QuantizationConfig) -> None:
+        for words, made in ((None, 0), (("bias_correction",), 5)):
+            eight = replace(config, weight=WEIGHT, algorithms=words)
+            report = qompose.report(quantized(deep(), eight, rows(0), rows(1)))
+            assert sum("bias_correction" in line for line in report.rewrites) == made
+
+    @pytest.mark.parametrize("words", [None, ("bias_correction",)], ids=["default", "asked for"])
+    def test_without_data(self, words: tuple[str, ...] | None, config: QuantizationConfig) -> None:
+        quantizer = toy(*RULES, config=replace(config, algorithms=words))
+        report = qompose.report(qompose.convert_pt2e(prepare(deep_program(), quantizer)))
+        assert report.rewrites == ()
+        told = [note for note in report.notes if "bias_correction" in note]
+        assert bool(told) == (words is not None)
+
+    def test_means_of_one_half_have_to_help_the_other(self, config: QuantizationConfig) -> None:
+        asking = replace(config, algorithms=("bias_correction",))
+        signs = torch.tensor([1.0, -1.0] * 32)
+        converted = quantized(nn.Linear(64, 64).eval(), asking, rows() * signs[:, None])
+        report = qompose.report(converted)
+        assert report.rewrites == () and "would not decrease" in "".join(report.notes)
+
+    def test_padding_counts_once(self, config: QuantizationConfig) -> None:
+        model = toys.seeded(nn.Linear(64, 64)).eval()
+        seen, words = [padded(0.9, seed) for seed in range(4)], padded(0.0, 9)
+        found = [
+            toys.sqnr(model(words), quantized(model, c, *seen)(words))
+            for c in (config, replace(config, algorithms=("bias_correction",)))
+        ]
+        assert found[1] > found[0]
+
+    def test_batches_in_any_order(self, config: QuantizationConfig) -> None:
+        batches = [rows(seed) for seed in range(4)]
+        asking = replace(config, algorithms=("bias_correction",))
+        one, other = (quantized(deep(), asking, *order) for order in (batches, batches[::-1]))
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
 class TestReport:
     def test_it_lists_what_was_done(self) -> None:
         report = qompose.report(quantized(deep(), ASKING, rows()))
