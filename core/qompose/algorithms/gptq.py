@@ -63,7 +63,6 @@ from qompose.errors import ConfigError, kind_faults
 from qompose.observers.auto_range import Reader
 from qompose.observers.input_sums import Columns
 from qompose.observers.make_observer import make_observer, qparams_of
-from qompose.program.graph import describe
 from qompose.spec.algorithm_choice import GPTQ as WORD, GPTQ_SEQUENTIAL as SEQUENTIAL
 from qompose.spec.claim import Claim
 from qompose.spec.qdq import QParams, for_each_value
@@ -275,9 +274,7 @@ class SequentialGPTQ(GPTQ):
                 readers = sharing(found, product, self.is_asked)
                 check_own_integers(found, product, shared=True)  # before data is looked at
                 also = [one for one in readers if one.node is not product.node]
-                said = [self._round(found, product, block.read_by(product, also=also))]
-                said += [f"for {describe(one.node)} too, which shares it" for one in also]
-                effect.append("; ".join(said))
+                effect.append(self._round(found, product, block.read_by(product, also=also)))
 
 
 def _few_rows(inputs: Inputs) -> Iterator[str]:

@@ -341,13 +341,22 @@ class _Walk:
                 found.integers[number] = pages.moved(found.integers[number])
                 begins = f"{algorithm} on {where}"
                 said = (line for line in found.made[made:] if line.startswith(begins))
+                line = "; ".join([next(said, begins), *self._sharing(one.product, number)])
                 yield LearnedWeight(
-                    one.path, str(algorithm), one.inputs, next(said, begins),
+                    one.path, str(algorithm), one.inputs, line,
                     q.scale, q.zero_point, now.scale, now.zero_point, found.integers[number],
                 )  # fmt: skip
             elif not any(where in line for line in found.refused[refused:]):
                 with noted(found, algorithm, one.product):
                     raise NotChanged(f"it {UNREPORTED}, or changed neither scales nor integers")
+
+    def _sharing(self, product: Operands, number: int) -> Iterator[str]:
+        """Yield that what was learned of a weight holds for each other product that reads it."""
+        plan, nodes = self.found.plan, self.found.nodes
+        readers = (product_node(plan.claims[n], nodes) for n in plan.groups[number].claims)
+        for reader in dict.fromkeys(readers):
+            if reader is not None and reader is not product.node:
+                yield f"for {describe(reader)} too, which shares it"
 
 
 def _by_algorithm(asked: Sequence[_Asked]) -> Iterator[tuple[Algorithm, list[_Asked]]]:

@@ -654,6 +654,14 @@ def test_scales_alone_can_be_learned_and_silence_is_a_line() -> None:
     assert "in head" in line
 
 
+def test_what_was_learned_of_a_weight_names_all_that_share_it() -> None:
+    made, refused = reported(tied(), Shrinking())
+    (line,) = [line for line in made if "in first" in line]
+    assert line.startswith("shrinking on linear (") and "in second" in line
+    assert len(made) == 2 and "in second" not in "".join(refused)
+    assert not any("shares" in line for line in reported(net(1), Shrinking())[0])
+
+
 def reported(model: nn.Module, *algorithms: Any) -> tuple[list[str], list[str]]:
     """What algorithms say they did to the weights of a model, and what they did not."""
     config = replace(MODES["weight-only"], algorithms=algorithms)
