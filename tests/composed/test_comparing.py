@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,10 +57,28 @@ def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quant
     assert min(row.sqnr for row in qompose.compare(made["float"], made["prepared"], data)) > 90
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-30])
+@pytest.mark.parametrize(
+    "quantizer", [partial(xnnpack, per_token=False), x86], ids=["xnnpack", "x86"]
+)
+def test_a_scale_per_tensor_has_no_least_that_rounds_inputs_away(
+    quantizer: Any, size: float
+) -> None:
+    x, model = torch.randn(8, 16), nn.Linear(16, 16).eval()
+    nn.init.zeros_(model.bias)
+    program = torch.export.export(model, (x,))
+    prepared = qompose.prepare_pt2e(program, quantizer(is_dynamic=True))
+    converted = qompose.convert_pt2e(prepared)
+    for quantized in (converted, qompose.lower(converted)):
+        exact, found = (m(x * size).double() for m in (model, quantized))
+        assert (found - exact).norm() < 0.02 * exact.norm()
+        assert not quantized(x * 0).any()
+
+
 @pytest.mark.parametrize("size", at_once((1.0, 1e-5, 3e-6, 1e-6, 1e-9), 1.0, 1e-6, 1e-9))
 @pytest.mark.parametrize("per_token", [True, False])
 def test_inputs_below_the_least_scale_of_torch(size: float, per_token: bool) -> None:
-    """torch rounds them away, XNNPACK does not: its kernel is nearer to the float model, and not wrong."""
+    """torch rounds them away per token, XNNPACK does not: its kernel is nearer to the float model."""
     x, model = torch.randn(8, 16), nn.Linear(16, 16, bias=False).eval()
     program = torch.export.export(model, (x,))
     quantizer = xnnpack(is_dynamic=True, per_token=per_token)
@@ -72,5 +91,5 @@ def test_inputs_below_the_least_scale_of_torch(size: float, per_token: bool) -> 
     right = kernel.target
     kernel.target = lambda *args: right(*args) * 1.5
     found = qompose.compare(program, lowered, [x * size], converted=converted)["linear"]
-    # Of 1e-9 Q/DQ keeps nothing.
-    assert found.cause == ("rounding" if size == 1e-9 else KERNEL_ERROR)
+    # Of 1e-9 Q/DQ keeps nothing per token.
+    assert found.cause == ("rounding" if size == 1e-9 and per_token else KERNEL_ERROR)

@@ -83,6 +83,11 @@ ACTIVATION_RANGES: dict[str, ObserverFactory] = {
 """The words that configurations take for `range=`."""
 DEFAULT_RANGE = "auto"
 """The word of configurations that name none."""
+_AT_RUN_TIME = PlaceholderObserver.with_args(eps=torch.finfo(torch.float32).tiny)
+"""For one scale per tensor: its least is one with a reciprocal in float32, so that small tensors have steps.
+
+torch's operators per token have least scales of their own.
+"""
 OF_TORCH = "torch_histogram"
 """The word for torch's own `HistogramObserver`, for parameters that are its bit by bit."""
 
@@ -154,7 +159,9 @@ def activation_spec(
         )
     return QuantizationSpec(
         dtype=dtype,
-        observer_or_fake_quant_ctr=PlaceholderObserver if is_dynamic else estimated,
+        observer_or_fake_quant_ctr=(
+            estimated if not is_dynamic else PlaceholderObserver if per_token else _AT_RUN_TIME
+        ),
         quant_min=low,
         quant_max=high,
         qscheme=torch.per_channel_affine if per_token else torch.per_tensor_affine,
