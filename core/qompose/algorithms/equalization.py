@@ -9,6 +9,8 @@ in exact arithmetic. `s = sqrt(r1 r2) / r2`, where r1 and r2 are the largest wei
 W2, gives both the size `sqrt(r1 r2)` (Nagel et al., "Data-Free Quantization Through Weight Equalization
 and Bias Correction", 2019). A chain of products is gone through until nothing moves any more.
 
+It is done before there is data, which thus does not judge it: channels that were even already may lose.
+
 A channel of tiny weights and a large bias is left a little smaller than that: no bias may grow beyond the
 largest that the product had, or it alone would make up the range of what is between them.
 
@@ -248,7 +250,8 @@ def _write(node: Node, value: Tensor) -> None:
 def _rewrite(link: _Link, before: float) -> Rewrite:
     where = ", ".join(module_path(node) or "the program" for node in link.nodes)
     effect = (
-        f"ratio of largest to smallest weight channel {before:.3g} before, {link.spread:.3g} after"
+        "the effect on outputs was not measured; ratio of largest to smallest weight channel "
+        f"{before:.3g} before, {link.spread:.3g} after"
     )
     return Rewrite(EQUALIZATION, tuple(n.name for n in link.nodes), (), f"in {where}; {effect}")
 
