@@ -228,11 +228,12 @@ class TestInstalled:
         rows = full.qompose("backends", "--check")["backends"]
         assert [row["problem"] for row in rows] == [None] * len(BACKENDS)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         "names",
         [
             ("embedding", "xnnpack"),
-            pytest.param(("embedding", "x86_inductor"), marks=[needs_x86, pytest.mark.full]),
+            pytest.param(("embedding", "x86_inductor"), marks=needs_x86),
         ],
         ids="+".join,
     )

@@ -137,7 +137,7 @@ def test_a_saved_one_starts_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-@pytest.mark.parametrize("mode", ["default", "package"])
+@pytest.mark.parametrize("mode", ["default", pytest.param("package", marks=pytest.mark.full)])
 def test_compiled(mode: str) -> None:
     lowered = qompose.lower(converted_of(seeded(Attention(), size=0.2)))
     compiled = qompose.compile_lowered(lowered, mode)

@@ -177,6 +177,7 @@ class TestExpands:
         program, portable = lowered(product, *self.inputs)
         assert (portable, len(program.delegation.delegates)) == ([], 1)
 
+    @pytest.mark.full
     def test_with_a_dynamic_batch_too(self) -> None:
         batch = {0: torch.export.Dim("batch", max=8)}
         program, portable = lowered(product, *self.inputs, dynamic_shapes=(batch, batch))
