@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import sys
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from tests.core.calibration.test_ranks import ROOT, together
 from tests.core.toy import DYNAMIC, LINEAR, STATIC, WEIGHT, WEIGHT_ONLY, WEIGHT_PER_TENSOR, toy
 from tests.processes import python
+from tests.sampling import at_once
 
 
 def weights(**options: Any) -> QuantizationConfig:
@@ -137,7 +140,14 @@ def from_disk(
     return written.read_bytes()
 
 
-@pytest.fixture(params=[2**16, 0], ids=["as it is", "all on disk"])
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect() -> None:
+    """Each quantization collects garbage: what other tests left is looked at here, and not by each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """From which size on tensors are kept on disk: these models are small."""
     monkeypatch.setattr(disk, "_SMALL", request.param)
@@ -150,11 +160,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CASES = [*itertools.product((2**16, 0), (torch.float32, torch.bfloat16), CONFIGS)]
+EACH_CONFIG = [case for n, case in enumerate(CASES) if n % len(CONFIGS) % 4 == n // len(CONFIGS)]
+
+
+@pytest.mark.parametrize(
+    ("small", "dtype", "name"),
+    at_once(CASES, *EACH_CONFIG),
+    indirect=["small"],
+    ids=str,
+)
 def test_the_file_is_that_of_the_ordinary_way(
-    name: str, dtype: torch.dtype, folder: Path, tmp_path: Path
+    small: None, name: str, dtype: torch.dtype, folder: Path, tmp_path: Path
 ) -> None:
     model, config = real(dtype), CONFIGS[name]
     checkpoint = one_file(state(model), folder)
