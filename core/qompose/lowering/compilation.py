@@ -69,6 +69,7 @@ from qompose.program.graph import (
     undo_writes,
     value_of,
 )
+from qompose.program.rewrites import store_computed
 
 PACKAGE: Final = "package"
 MODES: Final = ("default", "max-autotune", PACKAGE)
@@ -418,6 +419,7 @@ def _for_compilers(
     memory is shared with `lowered`, which may be converted to another type: its parameters then are others.
     """
     graph = copy_graph_module(lowered)
+    store_computed(graph)
     for owner, backend in backends.items():
         with blaming(f"backend {owner!r}: for_compiler"):
             graph = backend.for_compiler(graph)

@@ -122,6 +122,53 @@ def evaluated(value: Node) -> Tensor:
     return result
 
 
+_MOST_STORED = 1 << 22
+"""Bytes of a computed value that is stored. Causal masks of long caches are larger than what they save."""
+
+
+def store_computed(module: GraphModule) -> None:
+    """Store what is computed from numbers and parameters, the same in every call, as buffers, in place.
+
+    Masks that a network makes of `arange`, for example. A compiler folds what comes from parameters alone,
+    but computes numbers anew in each call. What only pointwise operators read is left to it: computing that
+    on the way takes less time than reading memory.
+    """
+    computed, written = computed_values(module), _written_values(module.graph)
+    for node in [node for node in module.graph.nodes if node in computed]:
+        read = any(user not in computed and _stores_inputs(user) for user in node.users)
+        if read and _is_worth_storing(node) and written.isdisjoint(_expression(node) or ()):
+            path = free_attribute(module, f"{node.name}_computed")
+            set_attribute(module, path, evaluated(node))
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(read_attribute(module, path, node))
+
+
+def _written_values(graph: Graph) -> set[Node]:
+    """Return what operators of a graph write to, with all that it is computed from: it may be views of it."""
+    writing = (
+        node for node in graph.nodes if _is_operator(node) and node.target._schema.is_mutable
+    )
+    given = {value for node in writing for value in node.all_input_nodes}
+    return {part for value in given for part in (value, *(_expression(value) or ()))}
+
+
+def _is_operator(node: Node) -> bool:
+    return isinstance(node.target, OpOverload)
+
+
+def _stores_inputs(node: Node) -> bool:
+    return _is_operator(node) and torch.Tag.pointwise not in node.target.tags  # type: ignore[union-attr]
+
+
+def _is_worth_storing(node: Node) -> bool:
+    value = value_of(node)
+    if not isinstance(value, Tensor) or value.nbytes > _MOST_STORED:
+        return False
+    made = (part for part in _expression(node) or () if not part.all_input_nodes)
+    numbers = any(part.op == "call_function" and part is not node for part in made)
+    return numbers and is_the_same_in_every_call(node, ())
+
+
 def read_by(node: Node) -> list[Node]:
     """Return what an operator's weight and bias, or a product's factors, are computed from; see `drop`."""
     found = [_expression(argument) or [] for argument in node.all_input_nodes]

@@ -17,6 +17,7 @@ from qompose.program.rewrites import (
     SCALAR_TO_TENSOR,
     apply_rewrites,
     find_rewrites,
+    store_computed,
 )
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -520,3 +521,53 @@ def test_pieces_are_claimed_and_quantized(
         references, actuals = (tree_leaves(f(x)) for f in (program.module(), converted))
     for reference, actual in zip(references, actuals, strict=True):
         assert sqnr(reference, actual) > 25
+
+
+def windows(size: int, *, shift: float = 0.0) -> Tensor:
+    """Scores are lowered where two places are far from each other."""
+    place = torch.arange(size)
+    return (place[:, None] - place[None]).abs().gt(3).float() * -9.0 + shift
+
+
+class Masked(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.shift = size, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = windows(self.size) + self.shift
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask) + torch.arange(4).float()
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(9).float().expand(9, 9).contiguous()
+        mask[0] = x.sum()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+@torch.no_grad()  # attention of what is trained has another kernel
+def stored(model: nn.Module, size: int) -> tuple[dict[str, Tensor], bool]:
+    """The buffers that `store_computed` gives a program, and whether it then computes the same."""
+    x = randn(1, 1, size, 4)
+    program = export(model.eval(), x).module()
+    wanted = program(x)
+    store_computed(program)
+    program.recompile()
+    same = all(torch.equal(program(x), wanted) for _ in range(2))
+    return dict(program.named_buffers()), same
+
+
+def test_masks_that_are_computed_are_stored_and_what_is_added_is_not() -> None:
+    buffers, same = stored(Masked(9), 9)
+    assert same
+    assert {path: tuple(value.shape) for path, value in buffers.items()} == {
+        "add_1_computed": (9, 9)
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [(Written(), 9), (Masked(1100), 1100)], ids=["written to", "large"]
+)
+def test_masks_that_are_written_to_or_large_are_not_stored(model: nn.Module, size: int) -> None:
+    assert stored(model, size) == ({}, True)

@@ -99,7 +99,8 @@ def test_compiled_code_computes_what_they_do_alone() -> None:
         6,
         6,
     ]  # those of four bits are together, with zero points or not
-    assert all(map(torch.equal, program(*inputs), expected))
+    # torch's tanh rounds otherwise where rows lie apart, as they do in a joined result.
+    torch.testing.assert_close(program(*inputs), expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
