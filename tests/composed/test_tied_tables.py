@@ -110,6 +110,26 @@ def test_on_the_executorch_runtime() -> None:
     assert any(f"head.weight_q ({WORDS * WIDTH} bytes)" in note for note in result.report.notes)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("order", ORDERS[:2], ids="-".join)
+def test_tune_makes_one_choice_for_the_table(order: tuple[str, str]) -> None:
+    with torch.no_grad():
+        wanted = program().module()(IDS)
+
+    def metric(model: Any) -> float:
+        off = model(IDS).detach() - wanted
+        return -float(off.square().sum() / wanted.square().sum())
+
+    quantizer = qompose.compose(*order)
+    for most, stored in ((1e-5, torch.float32), (0.1, torch.int8)):
+        tuning = qompose.tune(program(), quantizer, [(IDS,)], metric, most, progress=False)
+        prepared = qompose.prepare_pt2e(program(), tuning.apply(quantizer))
+        converted = qompose.convert_pt2e(qompose.calibrate(prepared, [(IDS,)], progress=False))
+        assert list(tables(converted).values()) == [stored]
+        assert metric(converted) == pytest.approx(tuning.score)
+        assert tuning.score >= -most
+
+
 def test_three_members_share_one_table() -> None:
     """The head of one backend, all else of another: still one table."""
     linears: list[Any] = [qompose.compose(name).members[0] for name in PRODUCTS]

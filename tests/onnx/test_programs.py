@@ -16,7 +16,7 @@ import qompose
 import torch
 from qompose.backend import CallInterface
 from qompose.errors import TargetError
-from qompose_onnx import ONNXProgram
+from qompose_onnx import ONNXProgram, ONNXQuantizer, get_onnx_quantization_config
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
@@ -196,6 +196,29 @@ class TestWithoutARuntime:
         monkeypatch.setattr("qompose_onnx.runtimes.find_spec", lambda name: name)
         with pytest.raises(ONNXTargetError, match="onnxruntime"):
             qompose.lower(converted, target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("word", ["gptq", "gptq_sequential"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_dynamic": True}, {"weight_only": True, "group_size": 16}],
+    ids=["static", "dynamic", "int4"],
+)
+def test_integers_that_an_algorithm_chose_are_in_the_file(
+    program: Any, options: dict[str, Any], word: str
+) -> None:
+    for words in ((), (word,)):
+        config = get_onnx_quantization_config(**options, algorithms=words)
+        prepared = qompose.prepare_pt2e(program, ONNXQuantizer().set_global(config))
+        qompose.calibrate(prepared, images(8), progress=False)
+        made = qompose.convert_pt2e(prepared)
+        assert any(line.startswith(word) for line in qompose.report(made).rewrites) == bool(words)
+        (x,) = images(7, batch=5)[0]
+        with torch.no_grad():
+            exact = made(x)
+        for found, wanted in zip(qompose.lower(made, "onnxruntime")(x), exact, strict=True):
+            assert sqnr(wanted, found) > 45  # activations between two steps may go either way
 
 
 @pytest.mark.full

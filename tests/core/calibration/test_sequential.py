@@ -679,6 +679,36 @@ def test_two_algorithms_that_learn_have_their_turn_and_a_line_each(first: Algori
     assert len(refused) == 3 and all(line.startswith("watching was not") for line in refused)
 
 
+@dataclass(frozen=True)
+class Nearest(Algorithm):
+    """Learns the integers next to the weights, for all that read them."""
+
+    word: ClassVar[str] = "nearest"
+
+    def learns(self, claim: Claim) -> Part | None:
+        return "block"
+
+    def learn(self, found: Calibrated, block: Block) -> None:
+        for product in block.products:
+            with noted(found, self, product) as effects:
+                _, q = weight_group(found, product)
+                weight = found.factors.constant(product.weight.name)
+                set_integers(found, product, integers_of(weight, q), shared=True)
+                effects.append("rounded to nearest")
+
+
+@pytest.mark.parametrize("order", [(Shrinking(), Nearest()), (Nearest(), Shrinking())], ids=str)
+@pytest.mark.parametrize("of", [tied, lambda: net(1)], ids=["tied", "apart"])
+def test_two_strangers_that_learn_have_their_turn_and_a_line_each(of: Any, order: Any) -> None:
+    made, refused = reported(of(), *order)
+    for product in ("linear (", "linear_1 (", "linear_2 ("):
+        first, second = (
+            [line.partition(" ")[0] for line in lines if product in line]
+            for lines in (made, refused)
+        )
+        assert len(first) == 1 and {*first, *second} == {one.word for one in order}
+
+
 def test_what_the_first_leaves_the_second_decides_on_of_tied_weights_too() -> None:
     """The second was not called, as if its own weight were that of another product."""
     made, refused = reported(tied(), SignRound(iterations=10), Shrinking())
