@@ -122,8 +122,8 @@ def evaluated(value: Node) -> Tensor:
     return result
 
 
-_MOST_STORED = 1 << 22
-"""Bytes of a computed value that is stored. Causal masks of long caches are larger than what they save."""
+_MOST_STORED, _MOST_AT_ONCE = 1 << 24, 1 << 22
+"""Bytes of all computed values that are stored, and of one. Causal masks of long caches are larger."""
 
 
 def store_computed(module: GraphModule) -> None:
@@ -131,16 +131,27 @@ def store_computed(module: GraphModule) -> None:
 
     Masks that a network makes of `arange`, for example. A compiler folds what comes from parameters alone,
     but computes numbers anew in each call. What only pointwise operators read is left to it: computing that
-    on the way takes less time than reading memory.
+    on the way takes less time than reading memory. Values that are equal are stored once.
     """
     computed, written = computed_values(module), _written_values(module.graph)
+    stored, room = dict[str, Tensor](), _MOST_STORED
     for node in [node for node in module.graph.nodes if node in computed]:
         read = any(user not in computed and _stores_inputs(user) for user in node.users)
-        if read and _is_worth_storing(node) and written.isdisjoint(_expression(node) or ()):
-            path = free_attribute(module, f"{node.name}_computed")
-            set_attribute(module, path, evaluated(node))
+        if not (read and _is_worth_storing(node) and written.isdisjoint(_expression(node) or ())):
+            continue
+        value = evaluated(node)
+        path = next((path for path, known in stored.items() if _same(known, value)), None)
+        if path is None and value.nbytes <= room:
+            path, room = free_attribute(module, f"{node.name}_computed"), room - value.nbytes
+            stored[path] = value
+            set_attribute(module, path, value)
+        if path is not None:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(read_attribute(module, path, node))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
 def _written_values(graph: Graph) -> set[Node]:
@@ -162,10 +173,15 @@ def _stores_inputs(node: Node) -> bool:
 
 def _is_worth_storing(node: Node) -> bool:
     value = value_of(node)
-    if not isinstance(value, Tensor) or value.nbytes > _MOST_STORED:
+    if not isinstance(value, Tensor) or value.nbytes > _MOST_AT_ONCE:
         return False
-    made = (part for part in _expression(node) or () if not part.all_input_nodes)
-    numbers = any(part.op == "call_function" and part is not node for part in made)
+    parts = _expression(node) or []
+    # Operators of others may give something else in each call.
+    if any(_is_operator(part) and part.target.namespace != "aten" for part in parts):  # type: ignore[union-attr]
+        return False
+    numbers = any(
+        not part.all_input_nodes and _is_operator(part) for part in parts if part is not node
+    )
     return numbers and is_the_same_in_every_call(node, ())
 
 
