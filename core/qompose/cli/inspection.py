@@ -433,6 +433,8 @@ def facts() -> dict[str, Any]:
 
     plugins = {info.name: info for info in (*backends(), *algorithms())}
     threads = counted(torch.get_num_threads(), "thread")
+    packages = _packages({"qompose", *(info.distribution for info in plugins.values())})
+    packages["torch"] = str(torch.__version__)  # its metadata may leave out for which device it is
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -443,7 +445,7 @@ def facts() -> dict[str, Any]:
             name: info.problem or f"{info.kind} of {info.distribution} {info.version}"
             for name, info in plugins.items()
         },
-        "packages": _packages({"qompose", *(info.distribution for info in plugins.values())}),
+        "packages": packages,
         "settings": {k: v for k, v in sorted(os.environ.items()) if _SETTINGS.fullmatch(k)},
     }
 
