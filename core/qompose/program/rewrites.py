@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from qompose.errors import UserError, near_names
-from qompose.program.aliasing import written_buffers
+from qompose.program.aliasing import written_buffers, written_values
 from qompose.program.batch_norm_folding import (
     FOLDABLE,
     constant_or_none,
@@ -133,11 +133,13 @@ def store_computed(module: GraphModule) -> None:
     but computes numbers anew in each call. What only pointwise operators read is left to it: computing that
     on the way takes less time than reading memory. Values that are equal are stored once.
     """
-    computed, written = computed_values(module), _written_values(module.graph)
+    computed, changed = computed_values(module), _changed_by_others(module.graph)
     stored, room = dict[str, Tensor](), _MOST_STORED
     for node in [node for node in module.graph.nodes if node in computed]:
         read = any(user not in computed and _stores_inputs(user) for user in node.users)
-        if not (read and _is_worth_storing(node) and written.isdisjoint(_expression(node) or ())):
+        while node.target is aten.expand.default:  # of which memory has but one line
+            node = node.args[0]
+        if not (read and _is_worth_storing(node) and changed.isdisjoint(_expression(node) or ())):
             continue
         value = evaluated(node)
         path = next((path for path, known in stored.items() if _same(known, value)), None)
@@ -154,13 +156,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
-def _written_values(graph: Graph) -> set[Node]:
-    """Return what operators of a graph write to, with all that it is computed from: it may be views of it."""
-    writing = (
-        node for node in graph.nodes if _is_operator(node) and node.target._schema.is_mutable
-    )
-    given = {value for node in writing for value in node.all_input_nodes}
-    return {part for value in given for part in (value, *(_expression(value) or ()))}
+def _changed_by_others(graph: Graph) -> set[Node]:
+    """Return what a program writes to, and what its results are or may be views of."""
+    names, results = written_values(graph), graph.output_node().all_input_nodes
+    given = {part for value in results for part in (value, *(_expression(value) or ()))}
+    return given | {node for node in graph.nodes if node.name in names}
 
 
 def _is_operator(node: Node) -> bool:

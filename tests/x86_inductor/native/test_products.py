@@ -90,6 +90,8 @@ def calls(draw: st.DrawFn, isa: Isa, *, depthwise: bool) -> tuple[Any, ...]:
         if bounds
         else (draw(st.sampled_from([-MOST, 0.0])), MOST)
     )
+    if bounds:
+        low += draw(st.sampled_from([0.0, 0.5, 40.5]))  # as a post-op may bound values
     torch.manual_seed(draw(st.integers(0, 99)))
     shape = (draw(st.integers(1, 3)), height, width, depth * groups)
     x = torch.randint(0, 256, shape, dtype=torch.uint8)

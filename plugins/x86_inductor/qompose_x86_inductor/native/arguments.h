@@ -94,7 +94,7 @@ inline void run(int threads, bool by_channel, const Image& image, const Constant
                          zp,
                          kind,
                          s[OUT_CHANNELS],
-                         lowest_of(end(LOW), zp, kind)};
+                         lowest_of(std::min(end(LOW), end(HIGH)), zp, kind)};
   if (image.pixels() == 0 || finish.channels == 0) return;
   if (by_channel)
     depthwise(image, c.weight, finish, out, threads);

@@ -45,8 +45,8 @@ struct Finish {
 // What rounding the lower bound gives, as far as the result has it.
 inline int lowest_of(float low, int zp, Kind kind) {
   if (kind == FLOAT32) return 0;
-  const float least = kind == INT8 ? -128 : 0;
-  return static_cast<int>(std::nearbyint(std::max(low + static_cast<float>(zp), least)));
+  const int least = kind == INT8 ? -128 : 0;
+  return static_cast<int>(std::nearbyint(std::max(low, static_cast<float>(least - zp)))) + zp;
 }
 
 // 2 ** n * polynomial, by Taylor's series of 2 ** f on -0.5 .. 0.5: relative error below 3e-7. Arguments are
@@ -113,15 +113,16 @@ struct Tails {
   }
 };
 
-inline const Tails NORMAL_TAILS([](double a) { return std::erfc(a * std::sqrt(0.5)) / 2; });
-inline const Tails TANH_TAILS([](double a) {  // (1 - tanh(z)) / 2 is the logistic function of -2 z
+static const Tails NORMAL_TAILS([](double a) { return std::erfc(a * std::sqrt(0.5)) / 2; });
+static const Tails TANH_TAILS([](double a) {  // (1 - tanh(z)) / 2 is the logistic function of -2 z
   return 1 / (1 + std::exp(1.5957691216057308 * (a + 0.044715 * a * a * a)));
 });
 
 // x Phi(x) = max(x, 0) - |x| Phi(-|x|)
 QOMPOSE_INLINE Floats gelu(const Tails& tails, Floats x) {
   const Floats distance = absolute(x), end = floats(static_cast<float>(Tails::END * (1 - 1e-6)));
-  const Floats size = where(less(distance, end), distance, floats(0));  // behind it, no tail is left
+  // Behind it no tail is left, so that -inf gives 0.
+  const Floats size = where(less(distance, end), distance, floats(0));
   return fnmadd(size, tails(size), max(floats(0), x));
 }
 
@@ -146,18 +147,11 @@ QOMPOSE_INLINE Floats apply(Floats x, float slope) {
   }
 }
 
-// `other_zp` is in the bias: see `bias_of`.
 QOMPOSE_INLINE Floats other_values(const Finish& f, First some, int64_t at) {
   if (f.other_kind == FLOAT32) return load(some, static_cast<const float*>(f.other) + at);
   const char* from = static_cast<const char*>(f.other) + at;
-  return to_floats(f.other_kind == UINT8 ? widened_unsigned(some, from) : widened_signed(some, from));
-}
-
-template <bool ADD>
-QOMPOSE_INLINE Floats bias_of(const Finish& f, int64_t channel) {
-  const Floats bias = load(f.bias + channel);
-  if (!ADD || f.other_kind == FLOAT32) return bias;
-  return fnmadd(floats(f.other_zp), floats(f.other_scale), bias);
+  const Ints steps = f.other_kind == UINT8 ? widened_unsigned(some, from) : widened_signed(some, from);
+  return sub(to_floats(steps), floats(f.other_zp));
 }
 
 template <Function F, bool ADD>
@@ -194,7 +188,7 @@ QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH]
   Floats values[ROWS / TOGETHER][4];
   unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED {
     const First some = first_lanes(WIDTH == 4 ? LANES : std::max<int64_t>(0, left - LANES * j));
-    const Floats scale = load(f.scale + channel + LANES * j), bias = bias_of<ADD>(f, channel + LANES * j);
+    const Floats scale = load(f.scale + channel + LANES * j), bias = load(f.bias + channel + LANES * j);
     unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
       const int64_t at = first + r * f.channels + LANES * j;
       const Floats value = value_of<F, ADD>(f, sums[r][j], scale, bias, some, at);
@@ -229,7 +223,7 @@ void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
     const First some = first_lanes(left);
-    const Floats scale = load(f.scale + channel), bias = bias_of<ADD>(f, channel);
+    const Floats scale = load(f.scale + channel), bias = load(f.bias + channel);
     for (int first = 0; first < rows; first += 4) {
       Floats values[4];
       int64_t at[4];
@@ -257,7 +251,7 @@ void finish_floats(const Finish& f, const Ints* sums, int rows, int width, int64
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
     const First some = first_lanes(left);
-    const Floats scale = load(f.scale + channel), bias = bias_of<ADD>(f, channel);
+    const Floats scale = load(f.scale + channel), bias = load(f.bias + channel);
     int64_t at = row * f.channels + channel;
     for (int r = 0; r < rows; ++r, at += f.channels) {
       const Floats value = bounded(f, value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at));
