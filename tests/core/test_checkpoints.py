@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,12 @@ def from_disk(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_to_collect() -> None:
+def little_to_collect() -> Iterator[None]:
     """Each quantization collects garbage: what other tests left is looked at here, and not by each."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -557,6 +559,7 @@ except Exception as error:
 
 MEMORY = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 import qompose, torch
 from qompose.observers import PerChannelMinMaxObserver

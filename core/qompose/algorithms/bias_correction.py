@@ -12,7 +12,7 @@ what is left of errors without it mostly does not.
 Means of padding say nothing of words. So the correction is judged on the rows that the observer of the input
 keeps (`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
 the examples on the other. Where no rows are kept it is made if a configuration asks for it by word. An input
-that is float or quantized as it comes has no such observer: its means are those of the distinct rows of
+that is float or dynamic has no such observer: its means are those of the distinct rows of
 examples (`qompose.observers.input_sums`), and those of one half have to make the error of the other smaller.
 """
 
@@ -118,7 +118,7 @@ class _Correction:
             mean = self._mean(product)
             unmeasured = self._check_gain(product, rounding, mean)
         else:
-            mean, unmeasured = self._mean_held_back(product, rounding), ""
+            mean, unmeasured = self._mean_of_rows(product, rounding), ""
         moved = _moved(product, rounding, mean)
         value = self._factors.constant(name)
         corrected = (value.double() + moved.to(value.device)).to(value.dtype)
@@ -153,8 +153,8 @@ class _Correction:
             mean = mean / vector.double().cpu() if dim == 1 else mean
         return mean
 
-    def _mean_held_back(self, product: Operands, rounding: Tensor) -> Tensor:
-        """Return the means of an input that is float, or quantized as it comes, over its distinct rows.
+    def _mean_of_rows(self, product: Operands, rounding: Tensor) -> Tensor:
+        """Return the means of an input that is float or dynamic, over its distinct rows.
 
         Raises:
             NotChanged: they are not known, or those of each half of the examples are no good for the other.
@@ -173,7 +173,8 @@ class _Correction:
         groups, transposed = groups_of(product.node), product.node.target in TRANSPOSED
         of_row = taps_of(rounding.cpu(), groups, transposed).sum(3)
         moved = torch.einsum("goi,hgi->hgo", of_row, halves.view(2, groups, -1))
-        # The squared error of rows x is lower by n ((e m)^2 - (e (m - m'))^2) if m' instead of their mean m.
+        # Of n rows with mean m, weights that are off by e have n (e m)^2 less squared error if the bias takes
+        # up e m, and n ((e m)^2 - (e m - e m')^2) less if it takes up e m', by the mean of the other half.
         left, before = (moved - moved.flip(0)).square(), moved.square()
         gained = ((before - left).sum((1, 2)) * count).sum()
         if not gained > 0:

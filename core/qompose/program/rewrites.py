@@ -163,26 +163,27 @@ def _changed_by_others(graph: Graph) -> set[Node]:
     return given | {node for node in graph.nodes if node.name in names}
 
 
-def _is_operator(node: Node) -> bool:
-    return isinstance(node.target, OpOverload)
+def _operator(node: Node) -> OpOverload[Any, Any] | None:
+    return node.target if isinstance(node.target, OpOverload) else None
 
 
 def _stores_inputs(node: Node) -> bool:
-    return _is_operator(node) and torch.Tag.pointwise not in node.target.tags  # type: ignore[union-attr]
+    operator = _operator(node)
+    return operator is not None and torch.Tag.pointwise not in operator.tags
 
 
 def _is_worth_storing(node: Node) -> bool:
     value = value_of(node)
     if not isinstance(value, Tensor) or value.nbytes > _MOST_AT_ONCE:
         return False
-    parts = _expression(node) or []
+    parts = [(part, _operator(part)) for part in _expression(node) or ()]
     # Operators of others may give something else in each call.
-    if any(_is_operator(part) and part.target.namespace != "aten" for part in parts):  # type: ignore[union-attr]
+    if any(operator is not None and operator.namespace != "aten" for _, operator in parts):
         return False
-    numbers = any(
-        not part.all_input_nodes and _is_operator(part) for part in parts if part is not node
+    numbers = (
+        part for part, operator in parts if operator is not None and not part.all_input_nodes
     )
-    return numbers and is_the_same_in_every_call(node, ())
+    return any(part is not node for part in numbers) and is_the_same_in_every_call(node, ())
 
 
 def read_by(node: Node) -> list[Node]:

@@ -139,13 +139,20 @@ def test_no_other_promise_is_broken(name: str) -> None:
 QUICK = {"sign_round": SignRound(iterations=12)}
 
 
-@pytest.mark.parametrize("word", ALGORITHM_WORDS)
-def test_ours_keep_it(word: str) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(QUICK.get(word, word) for word in ALGORITHM_WORDS),
+        *(pytest.param(word, marks=pytest.mark.full) for word in QUICK),
+    ],
+    ids=str,
+)
+def test_ours_keep_it(asked: Any) -> None:
     """Places where a word may not be asked for are left out."""
-    contract = contract_of(QUICK.get(word, word))
+    contract = contract_of(asked)
     assert failures(contract, TESTS) == {}
     modes = {SOUND.configs[place.case.config].mode for place in contract.suite().places}
-    assert ("weight-only" if word == "awq" else "static") in modes
+    assert ("weight-only" if asked == "awq" else "static") in modes
 
 
 def test_every_kind_of_weight_is_a_place() -> None:

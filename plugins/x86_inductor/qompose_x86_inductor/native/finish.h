@@ -178,7 +178,8 @@ QOMPOSE_INLINE Ints bytes_of(const Finish& f, const Floats* values) {
   return f.kind == UINT8 ? packed_unsigned(low, high) : packed_signed(low, high);
 }
 
-// Sums of some rows of four or two vectors, while they are in registers. Four are whole.
+// Sums of some rows, of four whole vectors of channels or of two that may lack some, while they are in
+// registers.
 template <Function F, bool ADD, bool INTEGERS, int ROWS, int WIDTH>
 QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH], int64_t row,
                                 int64_t channel, void* out) {
@@ -215,10 +216,10 @@ QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH]
   });
 }
 
-// Vectors of channels, each of four rows at a time, that become integers.
+// Sums that become integers: of each vector of channels, four rows at a time.
 template <Function F, bool ADD>
-void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
-                   uint8_t* out) {
+void finish_bytes(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
+                  uint8_t* out) {
   for (int j = 0; j < width; ++j, channel += LANES) {
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
@@ -244,6 +245,7 @@ void finish_narrow(const Finish& f, const Ints* sums, int rows, int width, int64
   }
 }
 
+// Sums that become floats.
 template <Function F, bool ADD>
 void finish_floats(const Finish& f, const Ints* sums, int rows, int width, int64_t row, int64_t channel,
                    float* out) {
@@ -271,7 +273,7 @@ void finish_tile(const Finish& shared, const Ints* sums, int rows, int width, in
   if (!INTEGERS)
     finish_floats<F, ADD>(f, sums, rows, width, row, channel, static_cast<float*>(out));
   else
-    finish_narrow<F, ADD>(f, sums, rows, width, row, channel, static_cast<uint8_t*>(out));
+    finish_bytes<F, ADD>(f, sums, rows, width, row, channel, static_cast<uint8_t*>(out));
 }
 
 }  // namespace qompose_x86

@@ -61,9 +61,6 @@ QOMPOSE_INLINE void store_bytes(FirstBytes some, void* to, Ints x) {
 QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
   _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
-QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
-  _mm_mask_storeu_epi8(to, some, _mm512_cvtepi32_epi8(x));
-}
 QOMPOSE_INLINE __m256i half(Ints x, int number) {
   return number ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x);
 }
@@ -143,6 +140,7 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm512_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm512_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm512_permutexvar_epi32(lanes, x); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm512_packs_epi32(a, b); }
+// Words are of 16 bits.
 QOMPOSE_INLINE Ints words(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
 QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm512_adds_epi16(a, b); }
 QOMPOSE_INLINE Ints largest_words(Ints a, Ints b) { return _mm512_max_epi16(a, b); }
@@ -213,18 +211,11 @@ QOMPOSE_INLINE void store_bytes(FirstBytes some, void* to, Ints x) {
   std::memcpy(bytes, &rest, some & 7);
 }
 // The lowest byte of each lane.
-QOMPOSE_INLINE int64_t lowest(Ints x) {
+QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
   const __m256i picked = _mm256_shuffle_epi8(x, _mm256_set1_epi32(0x0c080400));
   const __m128i low = _mm256_castsi256_si128(picked), high = _mm256_extracti128_si256(picked, 1);
-  return _mm_cvtsi128_si64(_mm_unpacklo_epi32(low, high));
-}
-QOMPOSE_INLINE void store_lowest(void* to, Ints x) {
-  const int64_t bytes = lowest(x);
+  const int64_t bytes = _mm_cvtsi128_si64(_mm_unpacklo_epi32(low, high));
   std::memcpy(to, &bytes, 8);
-}
-QOMPOSE_INLINE void store_lowest(First some, void* to, Ints x) {
-  const int64_t bytes = lowest(x);
-  std::memcpy(to, &bytes, some.count);
 }
 QOMPOSE_INLINE void store_half(void* to, Ints x, int number) {
   const __m128i half = number ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x);
@@ -318,6 +309,7 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm256_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm256_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm256_permutevar8x32_epi32(x, lanes); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm256_packs_epi32(a, b); }
+// Words are of 16 bits.
 QOMPOSE_INLINE Ints words(int x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); }
 QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm256_adds_epi16(a, b); }
 QOMPOSE_INLINE Ints largest_words(Ints a, Ints b) { return _mm256_max_epi16(a, b); }
