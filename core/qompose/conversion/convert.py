@@ -588,8 +588,10 @@ class _QDQInserter:
         node, number = observed.node, observed.group
         observer = self.solution.observers[number]
         low, high = integer_bounds(spec, observer)
-        eps = float(getattr(base_observer(observer), "eps", DEFAULT_EPS))
         value = self._divided(value, number, before=node)
+        eps = float(getattr(base_observer(observer), "eps", DEFAULT_EPS))
+        kind = torch.finfo(value_of(value).dtype)
+        eps = max(eps, kind.tiny * kind.eps)  # torch divides ranges in this type, and may get 0
         choose, arguments = choosing_operator(spec, low, high, eps)
         reader, shaped = first_user(node), None
         if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone

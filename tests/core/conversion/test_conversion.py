@@ -22,6 +22,7 @@ from qompose.observers import (
     PerBlockMinMaxObserver,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
+    activation_spec,
 )
 from qompose.observers.make_observer import UnitScaleObserver, has_data
 from qompose.observers.value_screening import Screen
@@ -404,6 +405,21 @@ def test_a_dynamic_tensor_needs_no_calibration_whatever_its_observer(model: nn.M
     config = QuantizationConfig(activation, None, WEIGHT)
     converted = qompose.convert_pt2e(prepare(export(model, X), toy(LINEAR, config=config)))
     assert sqnr(model(X), converted(X)) > 30
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
+@pytest.mark.parametrize("size", [1e-7, 1e-6])
+def test_small_dynamic_tensors_of_halves_keep_their_steps(size: float, symmetric: bool) -> None:
+    """Over 255, ranges below 7.6e-6 are 0 in float16, in which torch divides them."""
+    activation = activation_spec(torch.int8, -128, 127, is_dynamic=True)
+    if symmetric:
+        activation = replace(activation, qscheme=torch.per_tensor_symmetric)
+    model = nn.Linear(16, 16, bias=False).half().requires_grad_(False)
+    nn.init.eye_(model.weight).mul_(1000)
+    x = (randn(8, 16) * size).half()
+    config = QuantizationConfig(activation, None, WEIGHT)
+    converted = convert(export(model, x), toy(LINEAR, config=config), x)
+    assert sqnr(model(x), converted(x)) > 40
 
 
 def test_float64_is_converted_or_left_in_float_with_a_reason(model: nn.Module) -> None:
