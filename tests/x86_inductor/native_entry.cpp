@@ -29,11 +29,11 @@ extern "C" int threads(int64_t products, int64_t parts, int available) {
 
 extern "C" AOTITorchError run(int threads, bool by_channel, const uint8_t* x, const int64_t* dims,
                               const int8_t* weight, const int32_t* start, const float* scale,
-                              const float* bias, const void* other, int other_kind, const int64_t* sizes,
-                              const double* ends, void* out) {
+                              const float* bias, const float* per_step, const void* other, int other_kind,
+                              const int64_t* sizes, const double* ends, void* out) {
   using namespace qompose_x86;
   return without_exceptions("run", [&] {
-    run(threads, by_channel, image_of(x, dims, sizes), {weight, start, scale, bias}, other,
+    run(threads, by_channel, image_of(x, dims, sizes), {weight, start, scale, bias, per_step}, other,
         static_cast<Kind>(other_kind), sizes, ends, out);
   });
 }
@@ -43,11 +43,12 @@ extern "C" void quantize(int threads, const float* x, int64_t images, int64_t ch
   qompose_x86::quantize_planes({x, images, channels, pixels, inverse, zp, low, high}, out, threads);
 }
 
-extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors, AtenTensorHandle* other,
-                                      const int64_t* sizes, const double* ends, AtenTensorHandle* result) {
+extern "C" AOTITorchError operator_of(bool by_channel, AtenTensorHandle* tensors, AtenTensorHandle* per_step,
+                                      AtenTensorHandle* other, const int64_t* sizes, const double* ends,
+                                      AtenTensorHandle* result) {
   const auto run = by_channel ? aoti_torch_cpu_native_depthwise : aoti_torch_cpu_native_product;
-  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], other, sizes, qompose_x86::SIZES,
-             ends, qompose_x86::ENDS, result);
+  return run(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], per_step, other, sizes,
+             qompose_x86::SIZES, ends, qompose_x86::ENDS, result);
 }
 
 // `sizes`: as in recurrent.py; `tensors`: x, hidden, cell or null, weights, starts, values, three

@@ -40,8 +40,7 @@ def native(library: ctypes.CDLL) -> Run:
             ctypes.c_bool(operator is products.DEPTHWISE),
             ctypes.c_void_p(image.data_ptr() if x is None else x),
             (ctypes.c_int64 * 4)(*image.shape),
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in constants),
-            None if other is None else ctypes.c_void_p(other.data_ptr()),
+            *(None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (*constants, other)),
             ctypes.c_int(kind),
             (ctypes.c_int64 * len(sizes))(*sizes),
             (ctypes.c_double * len(ends))(*ends),
@@ -100,12 +99,13 @@ def calls(draw: st.DrawFn, isa: Isa, *, depthwise: bool) -> tuple[Any, ...]:
     terms = weight[0].numel()
     scale = torch.rand(channels) * spread / (5000 * terms**0.5)
     ends = ProductEnds(
-        other_scale=0.3, other_zp=draw(st.integers(-5, 9)) * 1.0, slope=0.1,
-        per_step=30.0 if kind < 2 else 1.0, low=low, high=high,
+        other_scale=0.3, other_zp=draw(st.integers(-5, 9)) * 1.0, slope=0.1, low=low, high=high,
     )  # fmt: skip
+    per_step = (0.5 + torch.rand(channels)) * (30.0 if kind < 2 else 1.0)
     other = None if depthwise else draw(st.sampled_from([None, *KINDS]))
     sizes, weight = in_groups(sizes, weight, groups)
-    constants = prepared(weight, scale, torch.randn(channels), sizes, depthwise=depthwise)
+    bias = torch.randn(channels)
+    constants = prepared(weight, scale, bias, sizes, per_step, depthwise=depthwise)
     added = None if other is None else (torch.randn(sizes.shape(x)) * 9).to(other)
     return x, *constants, added, sizes.flat(), [*ends]
 
@@ -119,13 +119,23 @@ def in_groups(sizes: ProductSizes, weight: Tensor, groups: int) -> tuple[Product
 
 
 def prepared(
-    weight: Tensor, scale: Tensor, bias: Tensor, sizes: ProductSizes, *, depthwise: bool
-) -> list[Tensor]:
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    sizes: ProductSizes,
+    per_step: Tensor | None = None,
+    *,
+    depthwise: bool,
+) -> list[Tensor | None]:
+    """What operators read for each channel; ``per_step`` only where there is a function."""
     start = -sizes.x_zp * weight.sum((1, 2, 3), dtype=torch.int32)
-    values = (
-        products.per_channel(v, sizes.lanes, depthwise=depthwise) for v in (start, scale, bias)
-    )
-    return [products.pack(weight, sizes, depthwise=depthwise), *values]
+    values = [start, scale, bias]
+    if sizes.function:
+        values.append(torch.ones_like(scale) if per_step is None else per_step)
+    packed = [products.per_channel(v, sizes.lanes, depthwise=depthwise) for v in values]
+    return [
+        products.pack(weight, sizes, depthwise=depthwise), *packed, *[None] * (4 - len(packed)),
+    ]  # fmt: skip
 
 
 def agree(got: Tensor, wanted: Tensor) -> None:
@@ -180,7 +190,7 @@ def sums_of(
         channels, (kernel[0], kernel[1]), (1, 1), (padding, padding), (1, 1), zero_point, 0, 0,
         KINDS.index(torch.float32), isa.lanes,
     )  # fmt: skip
-    ends = ProductEnds(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+    ends = ProductEnds(1.0, 0.0, 0.0, -MOST, MOST)
     scale, bias = torch.ones(channels), torch.zeros(channels)
     sizes, weight = in_groups(sizes, weight, groups)
     constants = prepared(weight, scale, bias, sizes, depthwise=depthwise)
@@ -355,7 +365,7 @@ def with_bias(
         weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=False
     )
     other = torch.tensor(values)[:, None].expand(-1, channels).reshape(1, 1, -1, channels)
-    ends = ProductEnds(1.0, 0.0, 0.1, 1.0, low, high)
+    ends = ProductEnds(1.0, 0.0, 0.1, low, high)
     x = torch.zeros(1, 1, len(values), 4, dtype=torch.uint8)
     return x, *constants, other.contiguous(), sizes.flat(), [*ends]
 
@@ -376,9 +386,9 @@ def test_nan_of_channels_by_themselves(native: Run, isa: Isa, kind: torch.dtype)
     x = torch.zeros(1, 4, 4, 67, dtype=torch.uint8)
     arguments = [*sums_of(x, torch.ones(67, 1, 3, 3).char(), isa, depthwise=True)]
     arguments[4] = arguments[4] + float("nan")
-    arguments[6] = ProductSizes.read(arguments[6])._replace(kind=KINDS.index(kind)).flat()
+    arguments[7] = ProductSizes.read(arguments[7])._replace(kind=KINDS.index(kind)).flat()
     if kind != torch.float32:
-        arguments[7][-2:] = [
+        arguments[8][-2:] = [
             float(limit) for limit in (torch.iinfo(kind).min, torch.iinfo(kind).max)
         ]
     got = native(products.DEPTHWISE, *arguments)
@@ -432,19 +442,20 @@ class Operator:
         self._function = library.operator_of
 
     def __call__(self, depthwise: bool, *arguments: Any) -> Tensor | None:
-        *tensors, other, sizes, ends = arguments
-        handles = [*map(torch._C._aoti.unsafe_alloc_void_ptr_from_tensor, tensors)]
-        added = None if other is None else torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(other)
+        *tensors, per_step, other, sizes, ends = arguments
+        given = torch._C._aoti.unsafe_alloc_void_ptr_from_tensor
+        handles = [*map(given, tensors)]
+        optional = [None if tensor is None else given(tensor) for tensor in (per_step, other)]
         result = ctypes.c_void_p()
         failed = self._function(
             ctypes.c_bool(depthwise),
             (ctypes.c_void_p * len(handles))(*map(pointer, handles)),
-            None if added is None else ctypes.byref(ctypes.c_void_p(pointer(added))),
+            *(None if h is None else ctypes.byref(ctypes.c_void_p(pointer(h))) for h in optional),
             (ctypes.c_int64 * len(sizes))(*sizes),
             (ctypes.c_double * len(ends))(*ends),
             ctypes.byref(result),
         )
-        for handle in (*handles, added):
+        for handle in (*handles, *optional):
             if handle is not None:
                 torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(handle)
         if failed:
@@ -469,7 +480,7 @@ def capsule(address: int | None) -> Any:
 def small_sums(isa: Isa, other: Tensor | None = None, channels: int = 5) -> list[Any]:
     x = torch.randint(0, 256, (1, 4, 4, channels), dtype=torch.uint8)
     arguments = [*sums_of(x, a_weight(channels, channels, (1, 1), False), isa, depthwise=False)]
-    arguments[5] = other
+    arguments[6] = other
     return arguments
 
 
@@ -485,15 +496,15 @@ def test_an_operator_takes_and_returns_tensors(
 
 def _too_small(arguments: list[Any]) -> None:
     """By one, at a stride that rounds the missing pixel away."""
-    sizes = ProductSizes.read(arguments[6])._replace(kernel=(5, 5), stride=(2, 2))
+    sizes = ProductSizes.read(arguments[7])._replace(kernel=(5, 5), stride=(2, 2))
     weight = a_weight(5, 5, (5, 5), False)
-    arguments[1], arguments[6] = products.pack(weight, sizes, depthwise=False), sizes.flat()
+    arguments[1], arguments[7] = products.pack(weight, sizes, depthwise=False), sizes.flat()
 
 
 WRONG = {
     "smaller than the kernel": _too_small,
-    "must be uint8, int8 or float32": lambda a: a.__setitem__(5, torch.ones(1, 4, 4, 5).bfloat16()),
-    "the added tensor has the wrong shape": lambda a: a.__setitem__(5, torch.ones(1, 4, 2, 5)),
+    "must be uint8, int8 or float32": lambda a: a.__setitem__(6, torch.ones(1, 4, 4, 5).bfloat16()),
+    "the added tensor has the wrong shape": lambda a: a.__setitem__(6, torch.ones(1, 4, 2, 5)),
     "must be contiguous": lambda a: a.__setitem__(
         0, a[0].transpose(1, 3).contiguous().transpose(1, 3)
     ),
@@ -501,7 +512,10 @@ WRONG = {
     "x must be uint8": lambda a: a.__setitem__(0, a[0].float()),
     "a constant has the wrong dtype": lambda a: a.__setitem__(3, a[3].double()),
     "packed for another vector width": lambda a: a.__setitem__(
-        6, ProductSizes.read(a[6])._replace(lanes=4).flat()
+        7, ProductSizes.read(a[7])._replace(lanes=4).flat()
+    ),
+    "a function has no factors": lambda a: a.__setitem__(
+        7, ProductSizes.read(a[7])._replace(function=1).flat()
     ),
     "a constant has the wrong size": lambda a: a.__setitem__(1, a[1][:-1]),
 }

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,3 +15,11 @@ def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
     name = f"_qompose_x86_native_{sum(1 for _ in gm.buffers())}"
     gm.register_buffer(name, value, persistent=False)
     return name
+
+
+def constant(gm: torch.fx.GraphModule, node: Any) -> Tensor | None:
+    """Return the tensor of a module that a node stands for, or None."""
+    if not isinstance(node, torch.fx.Node) or node.op != "get_attr":
+        return None
+    value = operator.attrgetter(str(node.target))(gm)
+    return value if isinstance(value, Tensor) else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Hashable
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from qompose.backend import arguments_of
 from torch import Tensor, fx
 
 from qompose_x86_inductor.inductor import (
+    buffers,
     gemm_template,
     joined_linears,
     late_operators,
@@ -115,7 +115,7 @@ def _decompose(gm: fx.GraphModule, node: fx.Node, *, templated: bool) -> None:
     parameters = inspect.signature(decomposition).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in parameters:  # it multiplies integers
-        weight = _attribute(gm, arguments["weight"])
+        weight = buffers.constant(gm, arguments["weight"])
         if weight is None or not exactness.admits(weight):
             return
         with gm.graph.inserting_before(node):
@@ -140,25 +140,18 @@ def _calls_native(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]
         return native_attention.replace(node, [*arguments_of(node).values()])
     if node.target in native_recurrent.OPERATORS:
         arguments = [*arguments_of(node).values()]
-        return native_recurrent.replace(node, arguments, functools.partial(_attribute, gm))
+        return native_recurrent.replace(node, arguments, functools.partial(buffers.constant, gm))
     name = native_calls.PRODUCTS.get(node.target)
     if name is None:
         return False
     call = ProductCall.read(name, (*arguments_of(node).values(),))
-    weight, w_scale, bias = (_attribute(gm, given) for given in call.product[3:])
+    weight, w_scale, bias = (buffers.constant(gm, given) for given in call.product[3:])
     if weight is None or w_scale is None or (bias is None) != (call.product.bias is None):
         return False
     if not native_calls.applies(call, weight):
         return False
     native_calls.replace(node, call, weight, w_scale, bias, packed)
     return True
-
-
-def _attribute(gm: fx.GraphModule, node: Any) -> Tensor | None:
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    value = operator.attrgetter(str(node.target))(gm)
-    return value if isinstance(value, Tensor) else None
 
 
 def _zero_points(gm: fx.GraphModule, channels: int) -> str:

@@ -18,7 +18,7 @@ from qompose.backend import arguments_of, nodes_in
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.inductor import native_attention, native_recurrent
+from qompose_x86_inductor.inductor import channel_factors, native_attention, native_recurrent
 from qompose_x86_inductor.inductor.buffers import registered
 from qompose_x86_inductor.native import (
     attention,
@@ -75,6 +75,7 @@ def replace(
     """Let a call that `applies` compute the same with an operator of `products`, in place.
 
     What the operator reads of weight, scales and bias is made now, and becomes buffers of the graph's module.
+    What `channel_factors` finds behind it joins it.
 
     Args:
         packed: the names of packed weights that the module has already, by what was packed: calls that share
@@ -83,6 +84,9 @@ def replace(
     gm, depthwise, isa = node.graph.owning_module, _is_depthwise(call, weight), processor.isa()
     assert gm is not None
     assert isa is not None  # it applies
+    factors = None
+    if _function(call.out):
+        call, factors = channel_factors.take(node, call)
     function, sizes, ends = _described(call, weight, isa)
     kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
     if call.geometry.groups > 1 and not depthwise:
@@ -93,17 +97,19 @@ def replace(
     key = (id(weight), depthwise, sizes.joined, sizes.group_channels)
     if key not in packed:
         packed[key] = registered(gm, products.pack(kernel, sizes, depthwise=depthwise))
-    others = (
-        products.per_channel(v, isa.lanes, depthwise=depthwise) for v in (start, scale, shift)
-    )
+    vectors = [start, scale, shift]
+    if function:
+        steps = torch.full_like(scale, 1 / call.out.scale)
+        vectors.append(steps if factors is None else steps * factors)
+    others = (products.per_channel(v, isa.lanes, depthwise=depthwise) for v in vectors)
     with node.graph.inserting_before(node):
         names = (packed[key], *(registered(gm, value) for value in others))
-        buffers = [node.graph.get_attr(name) for name in names]
+        buffers: list[fx.Node | None] = [node.graph.get_attr(name) for name in names]
     node.target = _matrix if weight.dim() == 2 else _image
     operator = products.DEPTHWISE if depthwise else products.PRODUCT
     other: Any = None if call.summand is None else call.summand.tensor
     x: Any = call.product.x
-    node.args = (operator, x, *buffers, other, sizes.flat(), [*ends])
+    node.args = (operator, x, *buffers, *[None] * (not function), other, sizes.flat(), [*ends])
     node.kwargs = {}
 
 
@@ -247,7 +253,6 @@ def _described(
         other_scale=(1.0 if summand is None else summand.scale) / (1.0 if function else out.scale),
         other_zp=0.0 if summand is None else float(summand.zero_point),
         slope=float(out.args[0]) if out.post_op == "leaky_relu" else 0.0,
-        per_step=1.0 / out.scale,
         low=low,
         high=high,
     )

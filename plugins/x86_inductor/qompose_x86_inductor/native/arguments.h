@@ -29,13 +29,14 @@ enum Size : int {
   GROUP_CHANNELS,
   SIZES
 };
-enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, PER_STEP, LOW, HIGH, ENDS };
+enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, LOW, HIGH, ENDS };
 
 struct Constants {
   const int8_t* weight;
   const int32_t* start;
   const float* scale;
   const float* bias;
+  const float* per_step;  // null where there is no function
 };
 
 // Windows along one side of an image: none where it is empty. torch refuses a side smaller than a window.
@@ -73,6 +74,12 @@ inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
   return g.runs() * g.quads() * 4 * ((channels + LANES - 1) / LANES * LANES);
 }
 
+// Results in several panels that a core's cache does not hold, whose sums take longer than the asking.
+inline bool pays_to_fetch(const Image& g, int64_t channels, Kind kind) {
+  const int64_t bytes = g.pixels() * channels * (kind == FLOAT32 ? 4 : 1);
+  return bytes > 512 << 10 && channels > PANEL && g.runs() * g.quads() >= 32;
+}
+
 // By at most so many threads.
 inline void run(int threads, bool by_channel, const Image& image, const Constants& c, const void* other,
                 Kind other_kind, const int64_t* s, const double* e, void* out) {
@@ -82,19 +89,20 @@ inline void run(int threads, bool by_channel, const Image& image, const Constant
   const Finish finish = {c.start,
                          c.scale,
                          c.bias,
+                         c.per_step,
                          other,
                          other_kind,
                          end(OTHER_SCALE),
                          end(OTHER_ZP),
                          static_cast<Function>(s[FUNCTION]),
                          end(SLOPE),
-                         end(PER_STEP),
                          end(LOW),
                          end(HIGH),
                          zp,
                          kind,
                          s[OUT_CHANNELS],
-                         lowest_of(std::min(end(LOW), end(HIGH)), zp, kind)};
+                         lowest_of(std::min(end(LOW), end(HIGH)), zp, kind),
+                         pays_to_fetch(image, s[OUT_CHANNELS], kind)};
   if (image.pixels() == 0 || finish.channels == 0) return;
   if (by_channel)
     depthwise(image, c.weight, finish, out, threads);

@@ -16,7 +16,7 @@ constexpr int SIDE_BY_SIDE = LANES == 16 ? 4 : 2;  // pixels whose sums fit in r
 
 template <Function F>
 QOMPOSE_INLINE Floats real_of(const Finish& f, Ints sum, int64_t channel) {
-  return value_of<F, false>(f, sum, load(f.scale + channel), load(f.bias + channel), first_lanes(LANES), 0);
+  return value_of<F, false>(f, sum, of_channels<F>(f, channel), first_lanes(LANES), 0);
 }
 
 // Floats go where they belong one by one: who reads them is seldom.

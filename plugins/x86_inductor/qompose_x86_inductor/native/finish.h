@@ -26,20 +26,23 @@ constexpr bool NEEDED = ((QOMPOSE_FUNCTIONS) >> F & 1) != 0;
 }
 
 // value = function(sum * scale + bias + (other - other_zp) * other_scale) * per_step, kept in low..high,
-// rounded half to even, plus zp. Where there is no function, the scales are in steps of the result.
+// rounded half to even, plus zp. Where there is no function, the scales are in steps of the result, and there
+// is no per_step.
 struct Finish {
   const int32_t* start;  // what sums begin with: minus the share of the zero point of x
   const float* scale;
   const float* bias;
+  const float* per_step;
   const void* other;  // laid out as the result; null if there is none
   Kind other_kind;
   float other_scale, other_zp;
   Function function;
-  float slope, per_step, low, high;
+  float slope, low, high;
   int zp;
   Kind kind;
   int64_t channels;  // of the result
   int lowest;        // of its integers
+  bool fetched;      // whether its memory is asked for before sums are computed
 };
 
 // What rounding the lower bound gives, as far as the result has it.
@@ -154,11 +157,21 @@ QOMPOSE_INLINE Floats other_values(const Finish& f, First some, int64_t at) {
   return sub(to_floats(steps), floats(f.other_zp));
 }
 
+// What there is for each channel, of a vector of them.
+struct OfChannels {
+  Floats scale, bias, per_step;
+};
+template <Function F>
+QOMPOSE_INLINE OfChannels of_channels(const Finish& f, int64_t channel) {
+  return {load(f.scale + channel), load(f.bias + channel),
+          F == NONE ? floats(1) : load(f.per_step + channel)};
+}
+
 template <Function F, bool ADD>
-QOMPOSE_INLINE Floats value_of(const Finish& f, Ints sum, Floats scale, Floats bias, First some, int64_t at) {
-  Floats value = fmadd(to_floats(sum), scale, bias);
+QOMPOSE_INLINE Floats value_of(const Finish& f, Ints sum, const OfChannels& c, First some, int64_t at) {
+  Floats value = fmadd(to_floats(sum), c.scale, c.bias);
   if (ADD) value = fmadd(other_values(f, some, at), floats(f.other_scale), value);
-  return F == NONE ? value : mul(apply<F>(value, f.slope), floats(f.per_step));
+  return F == NONE ? value : mul(apply<F>(value, f.slope), c.per_step);
 }
 
 // Where one operand is NaN, minimum and maximum give the second, so that a float stays NaN.
@@ -178,6 +191,31 @@ QOMPOSE_INLINE Ints bytes_of(const Finish& f, const Floats* values) {
   return f.kind == UINT8 ? packed_unsigned(low, high) : packed_signed(low, high);
 }
 
+// Ask for the lines of memory that a tile's results go to, or that values to add come from. Those of wide
+// results lie apart, and processors foresee only what lies together.
+template <bool TO_WRITE, int ROWS, int BYTES>
+QOMPOSE_INLINE void fetch_tile(const void* first, int64_t line) {
+  for (int r = 0; r < ROWS; ++r)
+    for (int i = 0; i < BYTES; i += 64)
+      __builtin_prefetch(static_cast<const char*>(first) + r * line + i, TO_WRITE);
+}
+
+// The same of a tile whose sums are not computed yet.
+template <bool ADD, bool INTEGERS, int ROWS, int WIDTH>
+QOMPOSE_INLINE void fetch_places(const Finish& f, int64_t row, int64_t channel, void* out) {
+  constexpr int BYTES = WIDTH * LANES;
+  const int64_t first = row * f.channels + channel;
+  if (INTEGERS)
+    fetch_tile<true, ROWS, BYTES>(static_cast<char*>(out) + first, f.channels);
+  else
+    fetch_tile<true, ROWS, 4 * BYTES>(static_cast<float*>(out) + first, 4 * f.channels);
+  if (!ADD) return;
+  if (f.other_kind == FLOAT32)
+    fetch_tile<false, ROWS, 4 * BYTES>(static_cast<const float*>(f.other) + first, 4 * f.channels);
+  else
+    fetch_tile<false, ROWS, BYTES>(static_cast<const char*>(f.other) + first, f.channels);
+}
+
 // Sums of some rows, of four whole vectors of channels or of two that may lack some, while they are in
 // registers.
 template <Function F, bool ADD, bool INTEGERS, int ROWS, int WIDTH>
@@ -189,10 +227,10 @@ QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH]
   Floats values[ROWS / TOGETHER][4];
   unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED {
     const First some = first_lanes(WIDTH == 4 ? LANES : std::max<int64_t>(0, left - LANES * j));
-    const Floats scale = load(f.scale + channel + LANES * j), bias = load(f.bias + channel + LANES * j);
+    const OfChannels c = of_channels<F>(f, channel + LANES * j);
     unrolled<ROWS>([&](auto r) QOMPOSE_INLINED {
       const int64_t at = first + r * f.channels + LANES * j;
-      const Floats value = value_of<F, ADD>(f, sums[r][j], scale, bias, some, at);
+      const Floats value = value_of<F, ADD>(f, sums[r][j], c, some, at);
       if (INTEGERS)
         values[r / TOGETHER][r % TOGETHER * WIDTH + j] = value;
       else if (whole)
@@ -224,7 +262,7 @@ void finish_bytes(const Finish& f, const Ints* sums, int rows, int width, int64_
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
     const First some = first_lanes(left);
-    const Floats scale = load(f.scale + channel), bias = load(f.bias + channel);
+    const OfChannels c = of_channels<F>(f, channel);
     for (int first = 0; first < rows; first += 4) {
       Floats values[4];
       int64_t at[4];
@@ -232,7 +270,7 @@ void finish_bytes(const Finish& f, const Ints* sums, int rows, int width, int64_
       for (int i = 0; i < 4; ++i) {
         const int r = std::min(first + i, rows - 1);
         at[i] = (row + r) * f.channels + channel;
-        values[i] = value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at[i]);
+        values[i] = value_of<F, ADD>(f, sums[r * width + j], c, some, at[i]);
       }
       const Ints bytes = in_order(bytes_of(f, values));
 #pragma GCC unroll 4
@@ -253,10 +291,10 @@ void finish_floats(const Finish& f, const Ints* sums, int rows, int width, int64
     const int64_t left = f.channels - channel;
     if (left <= 0) return;
     const First some = first_lanes(left);
-    const Floats scale = load(f.scale + channel), bias = load(f.bias + channel);
+    const OfChannels c = of_channels<F>(f, channel);
     int64_t at = row * f.channels + channel;
     for (int r = 0; r < rows; ++r, at += f.channels) {
-      const Floats value = bounded(f, value_of<F, ADD>(f, sums[r * width + j], scale, bias, some, at));
+      const Floats value = bounded(f, value_of<F, ADD>(f, sums[r * width + j], c, some, at));
       if (left >= LANES)
         store(out + at, value);
       else

@@ -132,6 +132,7 @@ class AttendingFloats : public RowsOfFloats {
   }
 
   void score(int64_t batch, int64_t head, int64_t row, int rows, int64_t used) {
+    fetch_next_head(batch, head, row, row + rows);
     const float* starts[TALLEST];
     for (int r = 0; r < rows; ++r) {
       starts[r] = a.q.at(batch, head, row + r);
@@ -159,7 +160,8 @@ class AttendingFloats : public RowsOfFloats {
   }
 
  private:
-  static constexpr int64_t AHEAD = 16;  // keys
+  static constexpr int64_t AHEAD = 16;               // keys
+  static constexpr int64_t MOST_FETCHED = 64 << 10;  // values of a head, which a second cache holds
 
   static int vectors_at(int64_t first, int64_t size) {
     return static_cast<int>((std::min(PANEL, size - first) + LANES - 1) / LANES);
@@ -188,8 +190,22 @@ class AttendingFloats : public RowsOfFloats {
   }
 
   // Rows of a head often lie apart, and processors foresee only what lies together.
+  template <_mm_hint CACHE = _MM_HINT_T0>
   static void fetch(const float* row, int64_t width) {
-    for (int64_t i = 0; i < width; i += 16) _mm_prefetch(reinterpret_cast<const char*>(row + i), _MM_HINT_T0);
+    for (int64_t i = 0; i < width; i += 16) _mm_prefetch(reinterpret_cast<const char*>(row + i), CACHE);
+  }
+
+  // Ask for the share of the next head that rows `from` to `to` are of this one, while these are computed.
+  void fetch_next_head(int64_t batch, int64_t head, int64_t from, int64_t to) const {
+    if (++head == a.heads) ++batch, head = 0;
+    if (batch == a.batches || a.keys * (a.width + a.value_width) > MOST_FETCHED) return;
+    for (int64_t row = from; row < to; ++row) fetch<_MM_HINT_T1>(a.q.at(batch, head, row), a.width);
+    const int64_t group = a.heads / a.shared_heads;
+    if (head % group != 0) return;
+    for (int64_t key = a.keys * from / a.queries; key < a.keys * to / a.queries; ++key) {
+      fetch<_MM_HINT_T1>(a.k.at(batch, head / group, key), a.width);
+      fetch<_MM_HINT_T1>(a.v.at(batch, head / group, key), a.value_width);
+    }
   }
 
   // Four columns of four keys, to the same lines of a panel.

@@ -63,6 +63,7 @@ template <Function F, bool ADD, bool INTEGERS, int WIDTH>
 void whole_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
                 const Finish& shared, int64_t row, int64_t channel, void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change
+  if (f.fetched) fetch_places<ADD, INTEGERS, MOST_ROWS[WIDTH], WIDTH>(f, row, channel, out);
   Ints sums[MOST_ROWS[WIDTH]][WIDTH];
   sum_windows(where, stride, runs, quads, weights, f.start + channel, sums);
   // For GCC these are other values from here on: had one to lie in memory at the end, it would in the loop.

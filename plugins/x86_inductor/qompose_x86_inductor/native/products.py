@@ -10,8 +10,8 @@ Of the two products:
 * ``x`` is uint8 (N, H, W, C), contiguous, and so is the result (N, H', W', out), of any of three types;
 * ``weight`` is int8 as `pack` leaves it, in whole vectors of channels (a depthwise one: blocks of four
   vectors);
-* ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, are applied to them; all three
-  have a value for each of those channels;
+* ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, are applied to them, and what a
+  function makes of that is multiplied by ``per_step``; all four have a value for each of those channels;
 * ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are `ProductSizes` and `ProductEnds`.
 
 ``quantize_planes`` quantizes a float32 image (N, C, H, W) of two to `MOST_PLANES` channels to uint8
@@ -98,7 +98,6 @@ class ProductEnds(NamedTuple):
     other_scale: float
     other_zp: float
     slope: float
-    per_step: float
     low: float
     high: float
 
@@ -193,24 +192,29 @@ def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
 
 def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
-    x, packed, start, scale, bias, other, flat, given_ends = arguments
+    x, packed, *each, other, flat, given_ends = arguments
     sizes, ends = ProductSizes.read(flat), ProductEnds(*given_ends)
     weight = unpack(packed, sizes, sizes.group_depth or x.shape[3], depthwise=depthwise)
-    if depthwise:
-        start, scale, bias = (_in_order(v, sizes.lanes) for v in (start, scale, bias))
-    start, scale, bias = (v[: sizes.channels].double() for v in (start, scale, bias))
+    vectors = [_of_channels(v, sizes, depthwise=depthwise) for v in each if v is not None]
+    start, scale, bias, *per_step = vectors
     real = (_raw_sums(x, weight, sizes) + start) * scale + bias
     if other is not None:
         shift = 0.0 if other.dtype == torch.float32 else ends.other_zp
         real = real + (other.double() - shift) * ends.other_scale
     name, algorithm = FUNCTIONS[sizes.function]
     if name != "none":
-        real = POST_OPS[name].compute(real, [ends.slope], algorithm) * ends.per_step
+        real = POST_OPS[name].compute(real, [ends.slope], algorithm) * per_step[0]
     real, kind = real.clamp(ends.low, ends.high), KINDS[sizes.kind]
     steps: Tensor = real
     if kind != torch.float32:
         steps = torch.round(real.nan_to_num(nan=ends.low)) + sizes.zero_point
     return steps.to(kind).contiguous()
+
+
+def _of_channels(packed: Tensor, sizes: ProductSizes, *, depthwise: bool) -> Tensor:
+    """Return float64 (out,) of what `per_channel` made."""
+    values = _in_order(packed, sizes.lanes) if depthwise else packed
+    return values[: sizes.channels].double()
 
 
 def _raw_sums(x: Tensor, weight: Tensor, sizes: ProductSizes) -> Tensor:
@@ -241,8 +245,8 @@ def _fake(x: Tensor, *arguments: Any) -> Tensor:
 
 
 _SCHEMA: Final = (
-    "(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor bias, Tensor? other, int[] sizes,"
-    " float[] ends) -> Tensor"
+    "(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor bias, Tensor? per_step, Tensor? other,"
+    " int[] sizes, float[] ends) -> Tensor"
 )
 _SCHEMAS: Final = {
     "native_product": _SCHEMA,
@@ -263,7 +267,7 @@ PRODUCT, DEPTHWISE, PLANES = (
     getattr(getattr(torch.ops, NAMESPACE), name).default for name in _SCHEMAS
 )
 
-_OF_PRODUCTS: Final = (*[code.HANDLE] * 5, code.OPTIONAL, code.INTEGERS, code.NUMBERS)
+_OF_PRODUCTS: Final = (*[code.HANDLE] * 5, *[code.OPTIONAL] * 2, code.INTEGERS, code.NUMBERS)
 _OF_PLANES: Final = (code.HANDLE, "double", *["int64_t"] * 3)
 _ARGUMENTS: Final = {PRODUCT: _OF_PRODUCTS, DEPTHWISE: _OF_PRODUCTS, PLANES: _OF_PLANES}
 

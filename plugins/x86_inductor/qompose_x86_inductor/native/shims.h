@@ -84,8 +84,8 @@ class Result {
 
 inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHandle weight,
                              AtenTensorHandle start, AtenTensorHandle scale, AtenTensorHandle bias,
-                             AtenTensorHandle* other, const int64_t* s, int64_t size_count, const double* e,
-                             int64_t end_count) {
+                             AtenTensorHandle* per_step, AtenTensorHandle* other, const int64_t* s,
+                             int64_t size_count, const double* e, int64_t end_count) {
   require(size_count == SIZES && end_count == ENDS, "the lists of numbers have the wrong length");
   require(s[VECTOR_LANES] == LANES, "the weight is packed for another vector width");
   require(kind_of(x) == UINT8, "x must be uint8");
@@ -95,11 +95,13 @@ inline AtenTensorHandle call(bool by_channel, AtenTensorHandle x, AtenTensorHand
   const int64_t sizes[] = {image.n, image.oh, image.ow, channels};
   require(!by_channel || image.c == channels, "x and the weight have different channels");
   if (other) require(std::equal(sizes, sizes + 4, sizes_of(*other)), "the added tensor has the wrong shape");
+  require(s[FUNCTION] == NONE || per_step, "a function has no factors");
   const Constants constants = {
       values_of<int8_t>(weight, aoti_torch_dtype_int8(), packed_bytes(by_channel, image, channels)),
       values_of<int32_t>(start, aoti_torch_dtype_int32(), whole),
       values_of<float>(scale, aoti_torch_dtype_float32(), whole),
-      values_of<float>(bias, aoti_torch_dtype_float32(), whole)};
+      values_of<float>(bias, aoti_torch_dtype_float32(), whole),
+      per_step ? values_of<float>(*per_step, aoti_torch_dtype_float32(), whole) : nullptr};
   Result result(sizes, static_cast<Kind>(s[KIND]));
   run(available_threads(), by_channel, image, constants, other ? data_of<void>(*other) : nullptr,
       other ? kind_of(*other) : FLOAT32, s, e, data_of<void>(result.tensor()));
@@ -123,15 +125,15 @@ inline AtenTensorHandle call_planes(AtenTensorHandle x, double scale, int64_t zp
 
 }  // namespace qompose_x86
 
-#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                       \
-  extern "C" inline AOTITorchError aoti_torch_cpu_##NAME(                                                    \
-      AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, AtenTensorHandle scale,           \
-      AtenTensorHandle bias, AtenTensorHandle* other, const int64_t* sizes, int64_t size_count,              \
-      const double* ends, int64_t end_count, AtenTensorHandle* result) {                                     \
-    return qompose_x86::without_exceptions(#NAME, [&] {                                                      \
-      *result = qompose_x86::call(BY_CHANNEL, x, weight, start, scale, bias, other, sizes, size_count, ends, \
-                                  end_count);                                                                \
-    });                                                                                                      \
+#define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                  \
+  extern "C" inline AOTITorchError aoti_torch_cpu_##NAME(                                               \
+      AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle start, AtenTensorHandle scale,      \
+      AtenTensorHandle bias, AtenTensorHandle* per_step, AtenTensorHandle* other, const int64_t* sizes, \
+      int64_t size_count, const double* ends, int64_t end_count, AtenTensorHandle* result) {            \
+    return qompose_x86::without_exceptions(#NAME, [&] {                                                 \
+      *result = qompose_x86::call(BY_CHANNEL, x, weight, start, scale, bias, per_step, other, sizes,    \
+                                  size_count, ends, end_count);                                         \
+    });                                                                                                 \
   }
 
 QOMPOSE_SHIM(native_product, false)
