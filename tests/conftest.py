@@ -79,24 +79,27 @@ ON_THE_RUNTIME = (
     "tests/interop/",
 )
 """Folders and files that use ExecuTorch, which takes 15 seconds to import and to lower a first program."""
-SLOW = (*ON_THE_RUNTIME, "tests/test_packaging.py", "tests/test_authoring.py")
+OF_NATIVE_CODE = ("tests/x86_inductor/native/",)
+"""The folder of tests that share one library of C++, which takes half a minute to compile."""
+TOGETHER = {"runtime": ON_THE_RUNTIME, "native code": OF_NATIVE_CODE}
+SLOW = (*ON_THE_RUNTIME, *OF_NATIVE_CODE, "tests/test_packaging.py", "tests/test_authoring.py")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file in one process where nobody asks for something else: fixtures of a module cost seconds.
 
-    Files on the runtime are kept together, too, so that few processes import it.
+    So are the files that share an import or a library, so that few processes make it.
     """
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFileOrRuntime(LoadFileScheduling):  # type: ignore[misc]
+    class ByFileOrShared(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            on_runtime = nodeid.startswith(ON_THE_RUNTIME)
-            return "runtime" if on_runtime else str(super()._split_scope(nodeid))
+            shared = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
+            return next(shared, str(super()._split_scope(nodeid)))
 
     config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
-    return ByFileOrRuntime(config, log) if config.getoption("dist") == "load" else None
+    return ByFileOrShared(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
