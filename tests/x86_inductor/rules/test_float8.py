@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.toy import sqnr
+from tests.sampling import at_once
 
 CONFIG = get_x86_inductor_linear_float8_config
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -106,7 +108,11 @@ def test_saved_and_loaded_it_is_the_same(both: Any, tmp_path: Path) -> None:
     assert torch.equal(qompose.lower(again)(*NEW[0]), lowered(*NEW[0]))
 
 
-@pytest.mark.parametrize("mode", ["default", pytest.param("package", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("both", "mode"),
+    at_once(itertools.product(DTYPES, ("default", "package")), (DTYPES[0], "default")),
+    indirect=["both"],
+)
 def test_compiled(both: Any, mode: str) -> None:
     """In one piece: what asks for the processor's features while torch traces would break it."""
     _, _, lowered = both
