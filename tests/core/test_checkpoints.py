@@ -558,6 +558,7 @@ except Exception as error:
 
 
 MEMORY = """
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -572,7 +573,7 @@ def anonymous():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
-LAYERS, folder = 48, Path(sys.argv[1])
+LAYERS, folder = 24, Path(sys.argv[1])
 part = {"weight": torch.randn(1024, 1024).bfloat16()}
 save_file({f"{n}.weight": part["weight"] + n for n in range(LAYERS)}, folder / "in.safetensors")
 with torch.device("meta"):
@@ -588,13 +589,14 @@ qompose.quantize_checkpoint(
     model, (torch.ones(1, 1024).bfloat16(),), checkpoint=folder / "in.safetensors",
     path=folder / "out.qompose", backends=quantizer(CONFIGS["zero points"]),
 )
-print(max(seen) - seen[0])
+print(max(seen) - seen[0], flush=True)
+os._exit(0)  # to take the process apart takes a second
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux tells of it")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Of 96 MB of weights, ranges are 48 MB, integers too, scales and zero points 72 MB, in all.
+    """Of 48 MB of weights, ranges are 24 MB, integers too, scales and zero points 36 MB, in all.
 
     glibc gives nothing back of the heap that it grows at will, so what a tensor takes is asked of the system
     and given back at once.
@@ -611,7 +613,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         MALLOC_MMAP_THRESHOLD_="65536",
         MALLOC_TRIM_THRESHOLD_="65536",
     )
-    assert float(grown) < 4
+    assert float(grown) < 2
 
 
 def test_processes_share_the_work_and_write_what_one_writes(folder: Path, tmp_path: Path) -> None:
