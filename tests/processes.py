@@ -11,10 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+END_AT_ONCE = """
+import os, sys
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+"""Behind a script: Python takes up to two seconds to take apart what torch has imported."""
 
-def python(*arguments: object, cwd: Path | None = None, **variables: str) -> str:
-    """What a new process prints, which must not fail; it has the variables besides those that are set."""
-    return _printed(_run([sys.executable, *arguments], cwd, {**os.environ, **variables}))
+
+def python(
+    *arguments: object, cwd: Path | None = None, to_the_end: bool = False, **variables: str
+) -> str:
+    """What a new process prints, which must not fail; it has the variables besides those that are set.
+
+    Args:
+        to_the_end: whether code that is given with -c ends as programs do, with all that was loaded unloaded.
+    """
+    words = [sys.executable, *arguments]
+    if "-c" in words and not to_the_end:
+        code = words.index("-c") + 1
+        words[code] = f"{words[code]}\n{END_AT_ONCE}"
+    return _printed(_run(words, cwd, {**os.environ, **variables}))
 
 
 def run(

@@ -218,12 +218,14 @@ def changes(action: Callable[[], object]) -> list[str]:
     return [*found, *([f"it printed {printed.getvalue()[:200]!r}"] if printed.getvalue() else [])]
 
 
+# It ends at once: Python takes up to two seconds to take apart what torch has imported.
 _IMPORT = """
-import json, sys
+import json, os, sys
 import torch, qompose
 from qompose import *
 from qompose.testing.checks_behavior import changes
-print(json.dumps(changes(lambda: qompose.backend.load_backend(sys.argv[1]))))
+print(json.dumps(changes(lambda: qompose.backend.load_backend(sys.argv[1]))), flush=True)
+os._exit(0)
 """
 
 

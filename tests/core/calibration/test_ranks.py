@@ -15,6 +15,7 @@ import qompose
 
 from tests.core.calibration.test_collecting import KINDS, prepared, quantizer
 from tests.core.toy import randn
+from tests.processes import END_AT_ONCE
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,12 +42,6 @@ for stream, name in ((1, "printed"), (2, "errors")):
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 batches = [randn(3, 6, seed=s) * (1 + s % 5) for s in range(11)]
 """
-# To take a process apart, with all that torch and the tests have imported, takes it up to a second.
-OVER = """
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)
-"""
 
 
 def together(path: Path, body: str, count: int = 4) -> list[subprocess.CompletedProcess[str]]:
@@ -55,7 +50,7 @@ def together(path: Path, body: str, count: int = 4) -> list[subprocess.Completed
     They are forks of one that has imported torch and the tests, which takes seconds.
     """
     script = path / "script.py"
-    script.write_text(SCRIPT + body + OVER)
+    script.write_text(SCRIPT + body + END_AT_ONCE)
     variables = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),

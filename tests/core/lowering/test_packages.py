@@ -87,7 +87,7 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
         torch.testing.assert_close(compiled(factor=factor, x=x), expected)
         cases.append((((x,), {"factor": factor}), expected))
     torch.save(cases, tmp_path / "cases.pt")
-    printed = python("-I", "-c", ALONE, compiled.path, tmp_path / "cases.pt")
+    printed = python("-I", "-c", ALONE, compiled.path, tmp_path / "cases.pt", to_the_end=True)
     known = {name.partition("::")[0] for name in printed.split()}
     assert known >= TORCH_NAMESPACES, "operators of these are let through"
 
@@ -199,7 +199,7 @@ class TestState:
             cases.append((name, args, expected))
         assert all(method.path == path for method in methods.values())
         torch.save(cases, tmp_path / "cases.pt")
-        python("-I", "-c", WITH_STATE, path, tmp_path / "cases.pt")
+        python("-I", "-c", WITH_STATE, path, tmp_path / "cases.pt", to_the_end=True)
 
     def test_of_one(self, memories: Any) -> None:
         alone = qompose.lower(memories["token"])

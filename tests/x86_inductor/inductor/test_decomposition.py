@@ -232,7 +232,7 @@ def test_package_runs_on_torch_alone(result: qompose.QuantizedModel, tmp_path: P
         "assert 'qompose' not in sys.modules and 'qompose_x86_inductor' not in sys.modules"
     )
     files = [tmp_path / name for name in ("model.pt2", "cases.pt")]
-    python("-I", "-c", code, *files)
+    python("-I", "-c", code, *files, to_the_end=True)
 
 
 @pytest.mark.usefixtures("by_onednn")

@@ -213,7 +213,7 @@ class TestProgram:
             "actual = program.load_method('forward').execute([x, y])[0]\n"
             "assert torch.equal(actual, expected) and 'qompose_xnnpack' not in sys.modules\n"
         )
-        python("-c", code, cwd=tmp_path)
+        python("-c", code, cwd=tmp_path, to_the_end=True)
 
 
 class TestRefusals:

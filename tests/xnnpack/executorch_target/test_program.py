@@ -335,4 +335,4 @@ class TestFiles:
             "(actual,) = qompose_xnnpack.ExecutorchProgram.read('n.pte').run(x)\n"
             "assert torch.equal(actual, expected)\n"
         )
-        python("-c", code, cwd=tmp_path)
+        python("-c", code, cwd=tmp_path, to_the_end=True)
