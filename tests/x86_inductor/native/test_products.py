@@ -68,6 +68,9 @@ def calls(draw: st.DrawFn, isa: Isa, *, depthwise: bool) -> tuple[Any, ...]:
     groups = 1 if depthwise else draw(st.sampled_from([1, 1, 2, 3, 5, 9, 32]))
     depth = whole or draw(st.integers(1, 70 if groups == 1 else 20))
     channels = whole or groups * draw(st.integers(1, 200 if groups == 1 else 40))
+    if groups > 1 and draw(st.booleans()):
+        depth = draw(st.sampled_from([4, 8]))  # some of which are one vector of outputs
+        channels = depth * groups
     pair = lambda low, high: st.tuples(*[st.integers(low, high)] * 2)  # noqa: E731
     square = st.sampled_from([(1, 1), (3, 3), (5, 5)])
     kernel = draw(square | pair(1, 4))
@@ -103,19 +106,12 @@ def calls(draw: st.DrawFn, isa: Isa, *, depthwise: bool) -> tuple[Any, ...]:
     )  # fmt: skip
     per_step = (0.5 + torch.rand(channels)) * (30.0 if kind < 2 else 1.0)
     other = None if depthwise else draw(st.sampled_from([None, *KINDS]))
-    sizes, weight = in_groups(sizes, weight, groups)
+    if groups > 1:
+        weight, sizes = products.in_groups(weight, groups, sizes)
     bias = torch.randn(channels)
     constants = prepared(weight, scale, bias, sizes, per_step, depthwise=depthwise)
     added = None if other is None else (torch.randn(sizes.shape(x)) * 9).to(other)
     return x, *constants, added, sizes.flat(), [*ends]
-
-
-def in_groups(sizes: ProductSizes, weight: Tensor, groups: int) -> tuple[ProductSizes, Tensor]:
-    """The same, as the C++ reads weights of several groups."""
-    if groups == 1:
-        return sizes, weight
-    weight, depth, channels = products.in_whole_groups(weight, groups, sizes.lanes)
-    return sizes._replace(group_depth=depth, group_channels=channels), weight
 
 
 def prepared(
@@ -192,7 +188,8 @@ def sums_of(
     )  # fmt: skip
     ends = ProductEnds(1.0, 0.0, 0.0, -MOST, MOST)
     scale, bias = torch.ones(channels), torch.zeros(channels)
-    sizes, weight = in_groups(sizes, weight, groups)
+    if groups > 1:
+        weight, sizes = products.in_groups(weight, groups, sizes)
     constants = prepared(weight, scale, bias, sizes, depthwise=depthwise)
     return x, *constants, None, sizes.flat(), [*ends]
 
@@ -245,7 +242,7 @@ def test_nothing_is_read_behind_an_image(
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 1)])
 @pytest.mark.parametrize(
-    ("groups", "depth", "each"), [(18, 4, 4), (7, 1, 2), (5, 24, 20), (2, 3, 5)]
+    ("groups", "depth", "each"), [(18, 4, 4), (3, 8, 8), (7, 1, 2), (5, 24, 20), (2, 3, 5)]
 )
 def test_groups_are_those_of_torch_and_read_nothing_behind_an_image(
     native: Run,

@@ -90,8 +90,7 @@ def replace(
     function, sizes, ends = _described(call, weight, isa)
     kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
     if call.geometry.groups > 1 and not depthwise:
-        kernel, depth, channels = products.in_whole_groups(kernel, call.geometry.groups, isa.lanes)
-        sizes = sizes._replace(group_depth=depth, group_channels=channels)
+        kernel, sizes = products.in_groups(kernel, call.geometry.groups, sizes)
     scale, shift = _linear_part(call, w_scale, bias, in_steps=function == 0)
     start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
     key = (id(weight), depthwise, sizes.joined, sizes.group_channels)

@@ -27,6 +27,7 @@ enum Size : int {
   VECTOR_LANES,
   GROUP_DEPTH,
   GROUP_CHANNELS,
+  EACH,
   SIZES
 };
 enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, LOW, HIGH, ENDS };
@@ -65,7 +66,8 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
           s[DH],
           s[DW],
           static_cast<int>(s[X_ZP]),
-          s[GROUP_DEPTH]};
+          s[GROUP_DEPTH],
+          s[EACH]};
 }
 
 // Of what products.pack makes for such an image.

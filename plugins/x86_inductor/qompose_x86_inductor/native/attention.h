@@ -96,7 +96,7 @@ class Attending {
       const int width = static_cast<int>(std::min<int64_t>(64, rounded_up(a.keys, 16) - first) / 16);
       for (int r = 0; r < rows; r += MOST_ROWS[width]) {
         const int some = std::min(MOST_ROWS[width], rows - r);
-        tile_of<SumTile>(width, some)(where + r, 0, 1, quads, s.keys + first * quads * 4, s.starts + first,
+        tile_of<SumTile>(width, some)({where + r, 0, 1, quads}, s.keys + first * quads * 4, s.starts + first,
                                       tile);
         for (int i = 0; i < some; ++i)
           for (int j = 0; j < width; ++j)
@@ -140,8 +140,8 @@ class Attending {
           low[i] = s.low + (r + i) * row_keys;
         }
         const auto sum = tile_of<SumTile>(width, some);
-        sum(high, 0, 1, used_quads, values, zeros, tile);
-        sum(low, 0, 1, used_quads, values, zeros, low_tile);
+        sum({high, 0, 1, used_quads}, values, zeros, tile);
+        sum({low, 0, 1, used_quads}, values, zeros, low_tile);
         for (int i = 0; i < some; ++i)
           for (int j = 0; j < width; ++j) {
             const int at = i * width + j;

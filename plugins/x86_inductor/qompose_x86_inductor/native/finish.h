@@ -216,8 +216,8 @@ QOMPOSE_INLINE void fetch_places(const Finish& f, int64_t row, int64_t channel, 
     fetch_tile<false, ROWS, BYTES>(static_cast<const char*>(f.other) + first, f.channels);
 }
 
-// Sums of some rows, of four whole vectors of channels or of two that may lack some, while they are in
-// registers.
+// Sums of some rows, of four whole vectors of channels, or of two or one that may lack some, while they are
+// in registers.
 template <Function F, bool ADD, bool INTEGERS, int ROWS, int WIDTH>
 QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH], int64_t row,
                                 int64_t channel, void* out) {
@@ -244,12 +244,12 @@ QOMPOSE_INLINE void finish_sums(const Finish& f, const Ints (&sums)[ROWS][WIDTH]
   unrolled<ROWS / TOGETHER>([&](auto i) QOMPOSE_INLINED {
     const Ints bytes = in_order(bytes_of(f, values[i]));
     if (WIDTH == 4) return store_ints(to + i * f.channels, bytes);
-    unrolled<2>([&](auto half) QOMPOSE_INLINED {
-      uint8_t* place = to + (2 * i + half) * f.channels;
-      if (whole)
-        store_half(place, bytes, half);
+    unrolled<TOGETHER>([&](auto part) QOMPOSE_INLINED {
+      uint8_t* place = to + (TOGETHER * i + part) * f.channels;
+      if (WIDTH == 2)
+        whole ? store_half(place, bytes, part) : store_half(left, place, bytes, part);
       else
-        store_half(left, place, bytes, half);
+        whole ? store_quarter(place, bytes, part) : store_quarter(first_lanes(left), place, bytes, part);
     });
   });
 }

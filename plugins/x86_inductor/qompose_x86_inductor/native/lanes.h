@@ -140,6 +140,10 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm512_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm512_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm512_permutexvar_epi32(lanes, x); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm512_packs_epi32(a, b); }
+// As many bytes as there are lanes, again and again.
+QOMPOSE_INLINE Ints repeated(const void* from) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
 // Words are of 16 bits.
 QOMPOSE_INLINE Ints words(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
 QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm512_adds_epi16(a, b); }
@@ -309,6 +313,10 @@ QOMPOSE_INLINE Ints shifted_left(Ints x, int bits) { return _mm256_sll_epi32(x, 
 QOMPOSE_INLINE Ints shuffled(Ints x, Ints within_16) { return _mm256_shuffle_epi8(x, within_16); }
 QOMPOSE_INLINE Ints permuted(Ints x, Ints lanes) { return _mm256_permutevar8x32_epi32(x, lanes); }
 QOMPOSE_INLINE Ints packed_words(Ints a, Ints b) { return _mm256_packs_epi32(a, b); }
+// As many bytes as there are lanes, again and again.
+QOMPOSE_INLINE Ints repeated(const void* from) {
+  return _mm256_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+}
 // Words are of 16 bits.
 QOMPOSE_INLINE Ints words(int x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); }
 QOMPOSE_INLINE Ints added_words(Ints a, Ints b) { return _mm256_adds_epi16(a, b); }

@@ -15,19 +15,40 @@ constexpr int MOST_ROWS[] = {0, 12, LANES == 16 ? 12 : 6, LANES == 16 ? 8 : 4, L
 constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;
 constexpr int BATCH = 24;  // windows that are found, and whose sums are finished, together: whole tiles
 
-// Sums of ROWS windows, for WIDTH vectors of channels. Runs of bytes are those of where[run * stride + row],
-// weights [run][quad][channel][4].
+// Which quad of a run each lane takes, for the quads of a result: of groups whose results are one vector.
+struct Picks {
+  alignas(4 * LANES) int32_t lanes[LANES / 4][LANES];
+
+  explicit Picks(int64_t each) {
+    if (each)
+      for (int quad = 0; quad < each / 4; ++quad)
+        for (int lane = 0; lane < LANES; ++lane)
+          lanes[quad][lane] = static_cast<int32_t>(lane / each * (each / 4) + quad);
+  }
+};
+
+// The bytes that windows read: of window r in run i those of where[i * stride + r] + offset.
+struct Runs {
+  const Bytes* where;
+  int64_t stride, count, quads;
+  int64_t offset = 0;
+  const Picks* picks = nullptr;  // null: all lanes take the same quads
+};
+
+// Sums of ROWS windows, for WIDTH vectors of channels. Weights: [run][quad][channel][4].
 template <int WIDTH, int ROWS>
-QOMPOSE_INLINE void sum_windows(const Bytes* where, int64_t stride, int64_t runs, int64_t quads,
-                                const int8_t* weights, const int32_t* start, Ints (&acc)[ROWS][WIDTH]) {
+QOMPOSE_INLINE void sum_windows(const Runs& runs, const int8_t* weights, const int32_t* start,
+                                Ints (&acc)[ROWS][WIDTH]) {
+  const int64_t quads = runs.quads, offset = runs.offset;
+  const Bytes* where = runs.where;
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
     for (int j = 0; j < WIDTH; ++j) acc[r][j] = load_ints(start + LANES * j);
-  for (int64_t run = 0; run < runs; ++run, where += stride) {
+  for (int64_t run = 0; run < runs.count; ++run, where += runs.stride) {
     Bytes from[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) from[r] = where[r];
+    for (int r = 0; r < ROWS; ++r) from[r] = where[r] + offset;
     for (int64_t quad = 0; quad < quads; ++quad, weights += 4 * LANES * WIDTH) {
       Ints w[WIDTH];
 #pragma GCC unroll 16
@@ -44,12 +65,41 @@ QOMPOSE_INLINE void sum_windows(const Bytes* where, int64_t stride, int64_t runs
   }
 }
 
+// The same of groups that have QUADS of the bytes of a run each, and one vector of channels together.
+template <int QUADS, int ROWS>
+QOMPOSE_INLINE void sum_groups(const Runs& runs, const int8_t* weights, const int32_t* start,
+                               Ints (&acc)[ROWS][1]) {
+  const Picks& picks = *runs.picks;
+  const int64_t offset = runs.offset;
+  const Bytes* where = runs.where;
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) acc[r][0] = load_ints(start);
+  for (int64_t run = 0; run < runs.count; ++run, where += runs.stride, weights += 4 * LANES * QUADS)
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Ints x = repeated(where[r] + offset);
+#pragma GCC unroll 4
+      for (int quad = 0; quad < QUADS; ++quad)
+        acc[r][0] =
+            dot(acc[r][0], permuted(x, load_ints(picks.lanes[quad])), load_ints(weights + 4 * LANES * quad));
+    }
+}
+
+template <int WIDTH, int ROWS>
+QOMPOSE_INLINE void sum_runs(const Runs& runs, const int8_t* weights, const int32_t* start,
+                             Ints (&acc)[ROWS][WIDTH]) {
+  if constexpr (WIDTH == 1) {
+    if (runs.picks && runs.quads == 1) return sum_groups<1>(runs, weights, start, acc);
+    if (runs.picks) return sum_groups<2>(runs, weights, start, acc);
+  }
+  sum_windows(runs, weights, start, acc);
+}
+
 template <int WIDTH, int ROWS>
 struct SumTile {
-  static void run(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
-                  const int32_t* start, Ints* sums) {
+  static void run(const Runs& runs, const int8_t* weights, const int32_t* start, Ints* sums) {
     Ints acc[ROWS][WIDTH];
-    sum_windows(where, stride, runs, quads, weights, start, acc);
+    sum_runs(runs, weights, start, acc);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
@@ -57,15 +107,15 @@ struct SumTile {
   }
 };
 
-// A tile of most rows, of four whole vectors of channels or of two, whose sums are finished while they are in
-// registers.
+// A tile of most rows, of four whole vectors of channels, two or one, whose sums are finished while they are
+// in registers.
 template <Function F, bool ADD, bool INTEGERS, int WIDTH>
-void whole_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads, const int8_t* weights,
-                const Finish& shared, int64_t row, int64_t channel, void* out) {
+void whole_tile(const Runs& runs, const int8_t* weights, const Finish& shared, int64_t row, int64_t channel,
+                void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change
   if (f.fetched) fetch_places<ADD, INTEGERS, MOST_ROWS[WIDTH], WIDTH>(f, row, channel, out);
   Ints sums[MOST_ROWS[WIDTH]][WIDTH];
-  sum_windows(where, stride, runs, quads, weights, f.start + channel, sums);
+  sum_runs(runs, weights, f.start + channel, sums);
   // For GCC these are other values from here on: had one to lie in memory at the end, it would in the loop.
   unrolled<MOST_ROWS[WIDTH]>([&](auto r) QOMPOSE_INLINED {
     unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED { asm volatile("" : "+v"(sums[r][j])); });
@@ -73,23 +123,22 @@ void whole_tile(const Bytes* where, int64_t stride, int64_t runs, int64_t quads,
   finish_sums<F, ADD, INTEGERS>(f, sums, row, channel, out);
 }
 
-using WholeTile = void (*)(const Bytes*, int64_t, int64_t, int64_t, const int8_t*, const Finish&, int64_t,
-                           int64_t, void*);
+using WholeTile = void (*)(const Runs&, const int8_t*, const Finish&, int64_t, int64_t, void*);
 
 // What finishes products.
 struct Ending {
-  WholeTile four, two;
+  WholeTile four, two, one;
   void (*tile)(const Finish&, const Ints*, int, int, int64_t, int64_t, void*);
 
   // Of tiles of so many vectors, for `left` channels; null if there is none.
   WholeTile whole(int width, int64_t left) const {
-    return width == 2 ? two : width == 4 && left >= PANEL ? four : nullptr;
+    return width == 1 ? one : width == 2 ? two : width == 4 && left >= PANEL ? four : nullptr;
   }
 };
 
 template <Function F, bool ADD, bool INTEGERS>
 constexpr Ending ENDING = {whole_tile<F, ADD, INTEGERS, 4>, whole_tile<F, ADD, INTEGERS, 2>,
-                           finish_tile<F, ADD, INTEGERS>};
+                           whole_tile<F, ADD, INTEGERS, 1>, finish_tile<F, ADD, INTEGERS>};
 
 template <Function F>
 Ending ending_of(bool add, bool integers) {
@@ -167,16 +216,15 @@ struct Plan {
 // Sums of one batch after another, with memory of its own.
 class Worker {
  public:
-  Worker(const Image& image, const int8_t* weights, const Finish& f, void* out)
+  Worker(const Image& image, const Picks& picks, const int8_t* weights, const Finish& f, void* out)
       : g(image),
         weights(weights),
         f(f),
         out(out),
         ending(ending_of(f)),
-        runs(g.runs()),
-        quads(g.quads()),
         windows(g, BATCH),
-        where(BATCH * runs) {}
+        where(BATCH * g.runs()),
+        reads{nullptr, 0, g.runs(), g.quads(), 0, g.each ? &picks : nullptr} {}
 
   // Batches `from` to `to` of all of a plan.
   void work(const Plan& plan, int64_t from, int64_t to) noexcept {
@@ -197,12 +245,8 @@ class Worker {
     const int64_t groups = g.groups();
     for (int64_t unit = from; unit < to; ++unit) {
       const int64_t group = unit % groups;
-      if (unit == from || group == 0) {
-        find(unit / groups * BATCH, g.pixels());
-        shift(group);
-      } else {
-        shift(1);
-      }
+      if (unit == from || group == 0) find(unit / groups * BATCH, g.pixels());
+      reads.offset = group * g.group_depth;
       const int64_t stop = std::min((group + 1) * channels_each, f.channels);
       for (int64_t channel = group * channels_each; channel < stop; channel += PANEL)
         sum(channel, static_cast<int>(std::min<int64_t>(WIDEST, (stop - channel + LANES - 1) / LANES)));
@@ -215,23 +259,21 @@ class Worker {
     row = pixel;
     rows = static_cast<int>(std::min<int64_t>(BATCH, stop - pixel));
     windows.find(row, rows, where.data());
-  }
-
-  void shift(int64_t groups) {
-    for (int64_t i = 0; i < runs * rows; ++i) where[i] += groups * g.group_depth;
+    reads.stride = rows;
   }
 
   void sum(int64_t channel, int width) {
-    const int8_t* panel = weights + channel * runs * quads * 4;
+    const int8_t* panel = weights + channel * reads.count * reads.quads * 4;
+    const int most = MOST_ROWS[width];
     int r = 0;
+    reads.where = where.data();
     if (const WholeTile whole = ending.whole(width, f.channels - channel))
-      for (; rows - r >= MOST_ROWS[width]; r += MOST_ROWS[width])
-        whole(where.data() + r, rows, runs, quads, panel, f, row + r, channel, out);
+      for (; rows - r >= most; r += most, reads.where += most) whole(reads, panel, f, row + r, channel, out);
     if (r == rows) return;
     const int first = r;
-    for (; r < rows; r += MOST_ROWS[width])
-      tile_of<SumTile>(width, std::min(MOST_ROWS[width], rows - r))(
-          where.data() + r, rows, runs, quads, panel, f.start + channel, sums + (r - first) * width);
+    for (; r < rows; r += most, reads.where += most)
+      tile_of<SumTile>(width, std::min(most, rows - r))(reads, panel, f.start + channel,
+                                                        sums + (r - first) * width);
     ending.tile(f, sums, rows - first, width, row + first, channel, out);
   }
 
@@ -240,9 +282,9 @@ class Worker {
   const Finish& f;
   void* out;
   const Ending ending;
-  const int64_t runs, quads;
   Windows windows;
   std::vector<Bytes> where;
+  Runs reads;
   int64_t row = 0;
   int rows = 0;
   alignas(64) Ints sums[BATCH * WIDEST];
@@ -255,9 +297,10 @@ inline void product(const Image& g, const int8_t* weights, const Finish& f, int6
   const int64_t batches = (g.pixels() + BATCH - 1) / BATCH;
   const int64_t units = g.group_depth ? batches * g.groups() : plan.work();
   const int threads = threads_for(g.pixels() * f.channels * g.runs() * g.quads() * 4, units, available);
+  const Picks picks(g.each);
   std::vector<Worker> workers;
   workers.reserve(threads);
-  for (int each = 0; each < threads; ++each) workers.emplace_back(g, weights, f, out);
+  for (int each = 0; each < threads; ++each) workers.emplace_back(g, picks, weights, f, out);
   in_parallel(threads, units, [&](int thread, int64_t from, int64_t to) {
     if (g.group_depth)
       workers[thread].work_in_groups(group_channels, from, to);

@@ -50,8 +50,9 @@ class ProductSizes(NamedTuple):
     """The numbers of `enum Size` in arguments.h, in its order; pairs are of height and width.
 
     ``lanes`` are those of the vectors that the weight is packed for. ``group_depth`` and ``group_channels``
-    are inputs and outputs of a group as `in_whole_groups` makes them, multiples of 4 and of the lanes, of
-    which the last group may have fewer; 0 where there is one group.
+    are inputs and outputs of a group as `in_groups` makes them, multiples of 4 and of the lanes, of which
+    the last group may have fewer; 0 where there is one group. ``each`` is how many of the inputs, side by
+    side, an output has weights for; 0 where it has for all.
     """
 
     channels: int
@@ -66,6 +67,7 @@ class ProductSizes(NamedTuple):
     lanes: int
     group_depth: int = 0
     group_channels: int = 0
+    each: int = 0
 
     @property
     def joined(self) -> bool:
@@ -116,13 +118,18 @@ def pack(weight: Tensor, sizes: ProductSizes, *, depthwise: bool) -> Tensor:
     return torch.cat([panel.permute(1, 2, 0, 3).flatten() for panel in panels])
 
 
-def in_whole_groups(weight: Tensor, groups: int, lanes: int) -> tuple[Tensor, int, int]:
-    """Join groups of an int8 weight (out, in, kh, kw), with zeros where they do not meet, for whole vectors.
+def in_groups(weight: Tensor, groups: int, sizes: ProductSizes) -> tuple[Tensor, ProductSizes]:
+    """Join groups of an int8 weight (out, in, kh, kw) for whole vectors of outputs.
+
+    Those that fill one vector, with as many inputs as outputs, keep their weights: the C++ brings each lane
+    its own inputs. Others get zeros where they do not meet.
 
     Returns:
-        The weight, inputs and outputs of a group: multiples of `FOUR` and of the lanes, or 0 for one group.
+        The weight, and the sizes with those of the groups.
     """
-    depth, channels = weight.shape[1], weight.shape[0] // groups
+    depth, channels, lanes = weight.shape[1], weight.shape[0] // groups, sizes.lanes
+    if depth == channels < lanes and channels % FOUR == 0 and lanes % channels == 0:
+        return weight, sizes._replace(group_depth=lanes, group_channels=lanes, each=channels)
     joined = math.lcm(lanes // math.gcd(lanes, channels), FOUR // math.gcd(FOUR, depth))
     joined = min(joined, groups)
     whole = filled(weight.reshape(groups, channels, *weight.shape[1:]), 0, joined)
@@ -130,7 +137,9 @@ def in_whole_groups(weight: Tensor, groups: int, lanes: int) -> tuple[Tensor, in
     number = torch.arange(len(whole))
     apart[number, :, number % joined] = whole
     result = apart.flatten(2, 3).flatten(0, 1)[: len(weight)]
-    return result, *((depth * joined, channels * joined) if joined < groups else (0, 0))
+    if joined == groups:
+        return result, sizes
+    return result, sizes._replace(group_depth=depth * joined, group_channels=channels * joined)
 
 
 def unpack(packed: Tensor, sizes: ProductSizes, depth: int, *, depthwise: bool) -> Tensor:
@@ -194,7 +203,8 @@ def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
     x, packed, *each, other, flat, given_ends = arguments
     sizes, ends = ProductSizes.read(flat), ProductEnds(*given_ends)
-    weight = unpack(packed, sizes, sizes.group_depth or x.shape[3], depthwise=depthwise)
+    depth = sizes.each or sizes.group_depth or x.shape[3]
+    weight = unpack(packed, sizes, depth, depthwise=depthwise)
     vectors = [_of_channels(v, sizes, depthwise=depthwise) for v in each if v is not None]
     start, scale, bias, *per_step = vectors
     real = (_raw_sums(x, weight, sizes) + start) * scale + bias

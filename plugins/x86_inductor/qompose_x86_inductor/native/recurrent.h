@@ -148,7 +148,7 @@ QOMPOSE_INLINE void sum_digits(const Digits& digits, int64_t row, int rows, cons
   Bytes where[2 * 6];
   for (int each = 0; each < 2 * rows; ++each) where[each] = digits.bytes + (2 * row + each) * digits.line;
   const int64_t quads = matrix.quads();
-  tile_of<SumTile>(width, 2 * rows)(where, 0, 1, quads, matrix.weights + channel * quads * 4,
+  tile_of<SumTile>(width, 2 * rows)({where, 0, 1, quads}, matrix.weights + channel * quads * 4,
                                     matrix.start + channel, sums);
 }
 
