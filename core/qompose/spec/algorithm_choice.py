@@ -20,7 +20,7 @@ ALGORITHM_WORDS = (
 )  # fmt: skip
 _OWN = "qompose.algorithms:OWN"
 """Where qompose's algorithms are, as entry points say it of others: this floor imports none."""
-_ROUNDING = (GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND)
+ROUNDING = (GPTQ, GPTQ_SEQUENTIAL, SIGN_ROUND)
 """Each chooses the integers of weights, so that one of them is enough."""
 
 
@@ -108,7 +108,7 @@ def checked_algorithms(algorithms: object, mode: str, weight: Any) -> tuple[Algo
             raise ConfigError(
                 f"algorithms contains {found[word]} {times} times, but each is applied once; keep one"
             )
-    rounding = [str(found[word]) for word in _ROUNDING if word in found]
+    rounding = [str(found[word]) for word in ROUNDING if word in found]
     if len(rounding) > 1:
         raise ConfigError(
             f"{' and '.join(rounding)} cannot be combined, because each chooses the integers "
