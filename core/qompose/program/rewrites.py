@@ -444,12 +444,15 @@ def _scalar_to_tensor(module: GraphModule, node: Node) -> tuple[str, ...]:
 
 
 def _find_no_bias(node: Node, program: _Program) -> Iterator[Candidate]:
-    without = node.target in FOLDABLE and all(argument is None for argument in node.args[2:3])
+    without = (
+        node.target in FOLDABLE
+        and all(argument is None for argument in node.args[2:3])
+        and "bias" not in node.kwargs
+        and constant_or_none(node.args[1]) is not None  # else whoever wants a bias says so
+    )
     folds = any(user.target is aten.batch_norm.default for user in node.users)
-    if without and "bias" not in node.kwargs and not folds:  # folding gives it one
-        computed = constant_or_none(node.args[1]) is None
-        obstacle = f"the weight of {describe(node)} is not a parameter" if computed else None
-        yield Candidate(ADD_BIAS, (node.name,), obstacle)
+    if without and not folds:  # folding gives it one
+        yield Candidate(ADD_BIAS, (node.name,))
 
 
 def _add_bias(module: GraphModule, node: Node) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from qompose.program.aten_operators import macs
 from qompose.program.control_flow import nodes_in
 from qompose.program.meta import mark
 from qompose.program.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
-from qompose.spec.algorithm_choice import BIAS_CORRECTION
+from qompose.spec.algorithm_choice import wants_bias
 from qompose.spec.claim import (
     ERROR,
     PRIORITY,
@@ -601,12 +601,12 @@ _SHARES = "it shares parameters with the same rewrite, which no claim covers, of
 def _claims_using(
     composition: Composition, candidate: Candidate, pieces: Sequence[str]
 ) -> list[Claim]:
-    """Return the claims that hold a piece of a rewrite; of one for an algorithm, those that ask for that."""
+    """Return the claims that hold a piece of a rewrite; of one for an algorithm, those that want that."""
     return [
         claim
         for claim in composition.chosen
         if not {*claim.nodes}.isdisjoint(pieces)
-        and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.algorithms)
+        and (candidate.rewrite != ADD_BIAS or wants_bias(claim))
     ]
 
 

@@ -36,7 +36,7 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_matching import propose_rules
 from qompose.quantizer.selector_matching import Assignment
-from qompose.spec.algorithm_choice import BIAS_CORRECTION
+from qompose.spec.algorithm_choice import wants_bias
 from qompose.spec.claim import PRIORITY, Claim, Proposal
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationConfig, QuantizationSpec
 from qompose.spec.selectors import (
@@ -239,9 +239,7 @@ class RuleQuantizer(Quantizer):
             copied._assignment, copied._is_bound = Assignment(self._selectors, exported), True
         except SelectorError as error:
             raise SelectorError(f"{self.name}: {error}") from None
-        if any(
-            BIAS_CORRECTION in (config.algorithms or ()) for config in self._selectors.configs()
-        ):
+        if any(map(wants_bias, self._selectors.configs())):
             copied.rewrites = (*self.rewrites, ADD_BIAS)
         return copied
 

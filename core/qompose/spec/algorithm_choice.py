@@ -175,6 +175,16 @@ def algorithm_class(word: object, path: str) -> type:
     return found if isinstance(found, type) else type(found)
 
 
+def wants_bias(asking: Any) -> bool:
+    """Tell whether products of a claim or configuration that have no bias get one, to be corrected.
+
+    Where that is left to the engine, only those with static inputs do: others may never see data, and would
+    keep a bias of zeros.
+    """
+    unasked = asking.mode == "static" and BIAS_CORRECTION in asking.unasked
+    return unasked or BIAS_CORRECTION in (asking.algorithms or ())
+
+
 def by_owner(claims: Iterable[Any]) -> Iterator[str]:
     """Yield, for each owner of claims and algorithm that they ask for, both with the number of products."""
     asked = Counter((claim.owner, str(choice)) for claim in claims for choice in claim.algorithms)

@@ -364,6 +364,17 @@ class TestNoBias:
         assert not any("add_bias" in line for line in report.rewrites)
         assert any("bias_correction on" in line for line in report.rewrites)
 
+    @pytest.mark.parametrize("mode", ["static", "dynamic", "weight-only"])
+    def test_where_it_is_left_to_the_engine(self, mode: str) -> None:
+        """Data is certain to be seen where inputs are static: without any, a bias would stay zero."""
+        activation = {"static": INT8, "dynamic": toys.RUN_TIME, "weight-only": None}[mode]
+        config = QuantizationConfig(activation, None, FOUR_BITS)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False)).eval()
+        prepared = prepare(export(model, rows()), toy(*RULES, config=config))
+        assert [name for name in prepared.state_dict() if "bias" in name] == ["0.bias"] * (
+            mode == "static"
+        )
+
     def test_others_get_none(self) -> None:
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False)).eval()
         quantizer = toy(*RULES, config=PLAIN).set_module_name("1", ASKING)
