@@ -43,7 +43,7 @@ def block() -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.stem(x)
         x = torch.relu(x + m.narrow(m.wide(x)))
-        return m.last(F.silu(m.dilated(x)))
+        return m.last(F.hardswish(m.dilated(x)))
 
     last = nn.Conv2d(70, 6, (1, 3), stride=(2, 1))
     torch.nn.init.constant_(last.bias[:1], float("nan"))
@@ -59,7 +59,7 @@ def block() -> nn.Module:
 
 def sequences() -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
-        x = m.second(F.leaky_relu(m.first(x), 0.2)).transpose(1, 2)
+        x = F.silu(m.second(F.leaky_relu(m.first(x), 0.2))).transpose(1, 2)
         return x + m.outer(F.gelu(m.inner(x)))
 
     convolutions = {
