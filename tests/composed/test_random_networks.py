@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.core.toy import export, sqnr
+from tests.sampling import at_once
 
 MOST_VALUES = 50_000
 STEPS = range(4, 15)
@@ -184,7 +185,7 @@ KINDS: dict[Callable[..., Drawn], int] = {
 """What a step may be, and how often it is."""
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", at_once(range(8), *range(4)))
 @pytest.mark.parametrize("backend", ["x86_inductor", "xnnpack"])
 def test_what_is_lowered_computes_what_is_converted(backend: str, seed: int) -> None:
     network = Network(seed)

@@ -63,6 +63,7 @@ from tests.core.toy import (
     seeded,
     toy,
 )
+from tests.processes import END_AT_ONCE
 from tests.sampling import at_once
 from tests.zoo import ZOO, ZooModel, by_name
 
@@ -332,7 +333,7 @@ def test_a_fresh_process(path: Path, tmp_path: Path, offered: Offered) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("QOMPOSE_PLUGINS", None)
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, path, tmp_path / "given"],
+        [sys.executable, "-c", FRESH + END_AT_ONCE, path, tmp_path / "given"],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from torch.export import Dim, ExportedProgram
 
 from tests.core.preparation.test_zoo import assert_same_outputs
 from tests.core.toy import LINEAR, Model, convert, export, prepare, randn, seeded, toy
+from tests.processes import python
 from tests.sampling import one_of
 from tests.zoo import ZOO, ZooModel
 
@@ -368,9 +367,7 @@ class TestExport:
     def test_torch_alone_opens_them(self, tmp_path: Path) -> None:
         made = (of_any_batch, of_bodies_and_state, of_operators_of_our_own)
         paths = [make(tmp_path / f"{make.__name__}.pt2") for make in made]
-        command = [sys.executable, "-c", READER, *paths]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.stdout.strip() == "equal", done.stderr
+        assert python("-c", READER, *paths).strip() == "equal"
 
     def test_types_without_a_name_in_files(self, tmp_path: Path) -> None:
         result = qompose.quantize(
