@@ -303,7 +303,7 @@ def test_a_function_that_was_left_out_is_an_error() -> None:
 using namespace qompose_x86;
 extern "C" int lacks(int function, bool depthwise) try {{
   const auto which = static_cast<Function>(function);
-  if (depthwise) return depthwise_of(which, true) == nullptr;
+  if (depthwise) return depthwise_of(which, Part::ALL) == nullptr;
   Finish finish = {{}};
   finish.function = which;
   return ending_of(finish).tile == nullptr;

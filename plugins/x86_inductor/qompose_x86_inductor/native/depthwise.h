@@ -12,6 +12,9 @@ namespace qompose_x86 {
 // vector v has in its l-th four lanes the channels 16 l + 4 v .. + 3. Weights, scales and biases are stored
 // in that order, and packing the sums to bytes undoes it.
 constexpr int CHANNELS = 4 * LANES;
+// All of a block; the first channels of it; or the first half or less, of two lines of the result at once, of
+// which the second has the other half.
+enum class Part { ALL, FIRST, TWICE };
 constexpr int SIDE_BY_SIDE = LANES == 16 ? 4 : 2;  // pixels whose sums fit in registers
 
 template <Function F>
@@ -19,31 +22,36 @@ QOMPOSE_INLINE Floats real_of(const Finish& f, Ints sum, int64_t channel) {
   return value_of<F, false>(f, sum, of_channels<F>(f, channel), first_lanes(LANES), 0);
 }
 
-// Floats go where they belong one by one: who reads them is seldom.
-template <Function F>
-void finish_pixel_in_floats(const Finish& f, const Ints* sums, int64_t channel, float* out) {
+// Floats go where they belong one by one: who reads them is seldom. `line`: of the result.
+template <Function F, Part PART>
+void finish_pixel_in_floats(const Finish& f, const Ints* sums, int64_t channel, int64_t line, float* out) {
+  constexpr int64_t SIZE = PART == Part::TWICE ? CHANNELS / 2 : CHANNELS;
   for (int v = 0; v < 4; ++v) {
     float values[LANES];
     store(values, bounded(f, real_of<F>(f, sums[v], channel + LANES * v)));
     for (int lane = 0; lane < LANES; ++lane) {
       const int64_t place = lane / 4 * 16 + 4 * v + lane % 4;
-      if (channel + place < f.channels) out[place] = values[lane];
+      if (channel + place % SIZE < f.channels) out[place / SIZE * line + place % SIZE] = values[lane];
     }
   }
 }
 
-template <Function F, bool WHOLE>
-QOMPOSE_INLINE void finish_pixel(const Finish& f, const Ints* sums, int64_t channel, int64_t at,
+template <Function F, Part PART>
+QOMPOSE_INLINE void finish_pixel(const Finish& f, const Ints* sums, int64_t channel, int64_t at, int64_t line,
                                  FirstBytes some, void* out) {
-  if (f.kind == FLOAT32) return finish_pixel_in_floats<F>(f, sums, channel, static_cast<float*>(out) + at);
+  if (f.kind == FLOAT32)
+    return finish_pixel_in_floats<F, PART>(f, sums, channel, line, static_cast<float*>(out) + at);
   Floats values[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) values[v] = real_of<F>(f, sums[v], channel + LANES * v);
   const Ints bytes = bytes_of(f, values);
-  if (WHOLE)
-    store_ints(static_cast<char*>(out) + at, bytes);
+  char* const to = static_cast<char*>(out) + at;
+  if (PART == Part::ALL)
+    store_ints(to, bytes);
+  else if (PART == Part::FIRST)
+    store_bytes(some, to, bytes);
   else
-    store_bytes(some, static_cast<char*>(out) + at, bytes);
+    for (int half = 0; half < 2; ++half) store_half(f.channels - channel, to + half * line, bytes, half);
 }
 
 QOMPOSE_INLINE void load_four(const void* from, Ints* vectors) {
@@ -57,7 +65,8 @@ struct Line {
   const int8_t* weights;
   const Finish& f;
   int64_t channel, at;  // `at`: where the first pixel goes
-  const Bytes* rows;    // the lines of the image that windows read, or a line of zero points; whole fours
+  const Bytes* rows;    // the lines of the image that windows read, or a line of zero points; whole fours.
+                        // If TWICE, behind them those of the next line of the result
   Bytes blank;
   uint8_t* columns;  // memory for `Columns`
   void* out;
@@ -76,7 +85,7 @@ struct Columns {
 };
 
 // Columns from number `from` of the image on, which may lie beside it.
-template <bool WHOLE>
+template <Part PART>
 QOMPOSE_INLINE void take_columns(const Line& l, int64_t fours, int64_t from, int64_t count, FirstBytes some) {
   const int64_t width = l.g.w, channels = l.g.c, channel = l.channel;
   uint8_t* to = l.columns;
@@ -88,7 +97,10 @@ QOMPOSE_INLINE void take_columns(const Line& l, int64_t fours, int64_t from, int
 #pragma GCC unroll 4
       for (int64_t t = 0; t < 4; ++t) {
         const uint8_t* bytes = (inside ? row[t] : l.blank) + at;
-        x[t] = WHOLE ? load_ints(bytes) : load_bytes(some, bytes);
+        x[t] = PART == Part::ALL ? load_ints(bytes)
+               : PART == Part::FIRST
+                   ? load_bytes(some, bytes)
+                   : load_halves(channels - channel, bytes, (inside ? row[4 * fours + t] : l.blank) + at);
       }
       const Ints low01 = low_bytes(x[0], x[1]), high01 = high_bytes(x[0], x[1]);
       const Ints low23 = low_bytes(x[2], x[3]), high23 = high_bytes(x[2], x[3]);
@@ -101,7 +113,7 @@ QOMPOSE_INLINE void take_columns(const Line& l, int64_t fours, int64_t from, int
 }
 
 // PIXELS side by side, the first of which begins at a column that was taken.
-template <Function F, bool WHOLE, int PIXELS>
+template <Function F, Part PART, int PIXELS>
 QOMPOSE_INLINE void some_pixels(const Line& l, const Finish& f, int64_t fours, int64_t first, int64_t at,
                                 FirstBytes some) {
   const int64_t each = fours * 4 * CHANNELS, step = l.g.sw * each;
@@ -123,10 +135,10 @@ QOMPOSE_INLINE void some_pixels(const Line& l, const Finish& f, int64_t fours, i
       }
 #pragma GCC unroll 4
   for (int p = 0; p < PIXELS; ++p)
-    finish_pixel<F, WHOLE>(f, sums[p], l.channel, at + p * f.channels, some, l.out);
+    finish_pixel<F, PART>(f, sums[p], l.channel, at + p * f.channels, l.g.ow * f.channels, some, l.out);
 }
 
-template <Function F, bool WHOLE>
+template <Function F, Part PART>
 void depthwise_line(const Line& l) {
   const Image& g = l.g;
   const Finish f = l.f;  // a copy that writing to the result cannot change, so that it stays in registers
@@ -135,70 +147,92 @@ void depthwise_line(const Line& l) {
   for (int64_t first = 0; first < g.ow; first += Columns::PIXELS) {
     const int64_t pixels = std::min(Columns::PIXELS, g.ow - first);
     const int64_t count = (pixels - 1) * g.sw + (g.kw - 1) * g.dw + 1;
-    take_columns<WHOLE>(l, columns.fours, first * g.sw - g.pw, count, some);
+    take_columns<PART>(l, columns.fours, first * g.sw - g.pw, count, some);
     int64_t at = l.at + first * f.channels, pixel = 0;
     for (; pixel + SIDE_BY_SIDE <= pixels; pixel += SIDE_BY_SIDE, at += SIDE_BY_SIDE * f.channels)
-      some_pixels<F, WHOLE, SIDE_BY_SIDE>(l, f, columns.fours, pixel * g.sw, at, some);
+      some_pixels<F, PART, SIDE_BY_SIDE>(l, f, columns.fours, pixel * g.sw, at, some);
     for (; pixel < pixels; ++pixel, at += f.channels)
-      some_pixels<F, WHOLE, 1>(l, f, columns.fours, pixel * g.sw, at, some);
+      some_pixels<F, PART, 1>(l, f, columns.fours, pixel * g.sw, at, some);
   }
 }
 
 using DepthwiseLine = void (*)(const Line&);
 
 template <Function F>
-DepthwiseLine depthwise_of(bool whole) {
+DepthwiseLine depthwise_of(Part part) {
   if constexpr (NEEDED<F>)
-    return whole ? depthwise_line<F, true> : depthwise_line<F, false>;
+    return part == Part::ALL     ? depthwise_line<F, Part::ALL>
+           : part == Part::FIRST ? depthwise_line<F, Part::FIRST>
+                                 : depthwise_line<F, Part::TWICE>;
   else
     lacks_function();
 }
 
-inline DepthwiseLine depthwise_of(Function function, bool whole) {
+inline DepthwiseLine depthwise_of(Function function, Part part) {
   switch (function) {
     case HARDSWISH:
-      return depthwise_of<HARDSWISH>(whole);
+      return depthwise_of<HARDSWISH>(part);
     case SWISH:
-      return depthwise_of<SWISH>(whole);
+      return depthwise_of<SWISH>(part);
     case GELU_ERF:
-      return depthwise_of<GELU_ERF>(whole);
+      return depthwise_of<GELU_ERF>(part);
     case GELU_TANH:
-      return depthwise_of<GELU_TANH>(whole);
+      return depthwise_of<GELU_TANH>(part);
     case TANH:
-      return depthwise_of<TANH>(whole);
+      return depthwise_of<TANH>(part);
     case LEAKY_RELU:
-      return depthwise_of<LEAKY_RELU>(whole);
+      return depthwise_of<LEAKY_RELU>(part);
     default:
-      return depthwise_of<NONE>(whole);
+      return depthwise_of<NONE>(part);
   }
 }
 
-// Weights: [block of channels][column][four rows][vector][channel][row].
+// Weights: [block of channels][column][four rows][vector][channel][row]; those of a last block of half the
+// channels or less are there twice.
 inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
   const int64_t lines = g.n * g.oh, blocks = (f.channels + CHANNELS - 1) / CHANNELS;
   const Columns columns(g);
   const int64_t block_bytes = g.kw * columns.fours * 4 * CHANNELS;
-  const DepthwiseLine whole = depthwise_of(f.function, true), last = depthwise_of(f.function, false);
   const int64_t whole_blocks = f.channels / CHANNELS;
+  const bool by_two = blocks > whole_blocks && f.channels - whole_blocks * CHANNELS <= CHANNELS / 2;
+  const DepthwiseLine whole = depthwise_of(f.function, Part::ALL),
+                      first = depthwise_of(f.function, Part::FIRST),
+                      twice = depthwise_of(f.function, Part::TWICE);
   const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
   const std::vector<uint8_t> blank(std::max<int64_t>(1, g.w) * g.c, g.x_zp);
   const int64_t rows_each = 4 * columns.fours;
-  std::vector<Bytes> rows_of_all(threads * rows_each, blank.data());  // weights of rows below kh are 0
+  std::vector<Bytes> rows_of_all(2 * threads * rows_each, blank.data());  // weights of rows below kh are 0
   std::vector<uint8_t> columns_of_all(threads * columns.bytes() + 64);
   uint8_t* const aligned =
       &columns_of_all[63 - (reinterpret_cast<uintptr_t>(columns_of_all.data()) + 63) % 64];
+  const auto find = [&](int64_t line, Bytes* rows) {
+    const int64_t top = line % g.oh * g.sh - g.ph;
+    for (int64_t i = 0; i < g.kh; ++i) {
+      const int64_t y = top + i * g.dh;
+      rows[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
+    }
+  };
   in_parallel(threads, lines, [&](int thread, int64_t from, int64_t to) {
-    Bytes* rows = &rows_of_all[thread * rows_each];
+    Bytes* rows = &rows_of_all[2 * thread * rows_each];
+    const auto line_of = [&](int64_t line, int64_t block) -> Line {
+      const int64_t channel = block * CHANNELS;
+      return {g,
+              weights + block * block_bytes,
+              f,
+              channel,
+              line * g.ow * f.channels + channel,
+              rows,
+              blank.data(),
+              aligned + thread * columns.bytes(),
+              out};
+    };
     for (int64_t line = from; line < to; ++line) {
-      const int64_t top = line % g.oh * g.sh - g.ph;
-      for (int64_t i = 0; i < g.kh; ++i) {
-        const int64_t y = top + i * g.dh;
-        rows[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
-      }
-      for (int64_t block = 0; block < blocks; ++block)
-        (block < whole_blocks ? whole : last)({g, weights + block * block_bytes, f, block * CHANNELS,
-                                               line * g.ow * f.channels + block * CHANNELS, rows,
-                                               blank.data(), aligned + thread * columns.bytes(), out});
+      find(line, rows);
+      for (int64_t block = 0; block < whole_blocks; ++block) whole(line_of(line, block));
+      if (blocks == whole_blocks || (by_two && (line - from) % 2 == 1)) continue;
+      const bool two = by_two && line + 1 < to;
+      if (two) find(line + 1, rows + rows_each);
+      (two ? twice : first)(line_of(line, whole_blocks));
     }
   });
 }

@@ -71,6 +71,12 @@ QOMPOSE_INLINE void store_half(void* to, Ints x, int number) {
 QOMPOSE_INLINE void store_half(int64_t bytes, void* to, Ints x, int number) {
   _mm256_mask_storeu_epi8(to, static_cast<__mmask32>(first_bytes(bytes)), half(x, number));
 }
+// A vector of at most so many bytes, half a vector, from each of two places; zeros behind them.
+QOMPOSE_INLINE Ints load_halves(int64_t bytes, const void* low, const void* high) {
+  const auto some = static_cast<__mmask32>(first_bytes(bytes));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, low)),
+                            _mm256_maskz_loadu_epi8(some, high), 1);
+}
 // Quarters of a vector: a byte for each lane.
 QOMPOSE_INLINE __m128i quarter(Ints x, int number) {
   switch (number) {
@@ -230,6 +236,15 @@ QOMPOSE_INLINE void store_half(int64_t bytes, void* to, Ints x, int number) {
   char half[16];
   store_half(half, x, number);
   std::memcpy(to, half, bytes < 16 ? bytes : 16);
+}
+// A vector of at most so many bytes, half a vector, from each of two places; zeros behind them.
+QOMPOSE_INLINE Ints load_halves(int64_t bytes, const void* low, const void* high) {
+  if (bytes >= 16)
+    return _mm256_loadu2_m128i(static_cast<const __m128i*>(high), static_cast<const __m128i*>(low));
+  char halves[32] = {};
+  std::memcpy(halves, low, bytes);
+  std::memcpy(halves + 16, high, bytes);
+  return load_ints(halves);
 }
 // Quarters of a vector: a byte for each lane.
 QOMPOSE_INLINE int64_t quarter(Ints x, int number) {

@@ -169,13 +169,22 @@ def per_channel(values: Tensor, lanes: int, *, depthwise: bool) -> Tensor:
     """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
     if not depthwise:
         return filled(values, 0, lanes)
-    return _interleaved(filled(values, 0, FOUR * lanes), lanes)
+    return _interleaved(_in_blocks(values, FOUR * lanes), lanes)
+
+
+def _in_blocks(values: Tensor, panel: int) -> Tensor:
+    """Return values of channels, the first axis, in blocks; a last one of half the channels or less twice."""
+    left = len(values) % panel
+    if not 0 < left <= panel // 2:
+        return filled(values, 0, panel)
+    last = filled(values[-left:], 0, panel // 2)
+    return torch.cat([values[:-left], last, last])
 
 
 def _pack_depthwise(taps: Tensor, lanes: int) -> Tensor:
     """Pack (out, taps)."""
     panel = FOUR * lanes
-    blocks = torch.split(_interleaved(filled(filled(taps, 1, FOUR), 0, panel), lanes), panel)
+    blocks = torch.split(_interleaved(_in_blocks(filled(taps, 1, FOUR), panel), lanes), panel)
     return torch.cat([
         block.reshape(panel, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
     ])  # fmt: skip
