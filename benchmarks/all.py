@@ -160,8 +160,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "random_nets",
-        "What is the default worth at int4 on small networks drawn at random?",
-        ("qompose", "qompose_xnnpack", "torch"),
+        "What is the default worth on small networks drawn at random?",
+        ("qompose", "qompose_x86_inductor", "qompose_xnnpack", "torch"),
         ("--draws", "1"),
         figures=False,
     ),

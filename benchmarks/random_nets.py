@@ -178,7 +178,7 @@ def _cell(each: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, nargs=2, default=(0, 24), metavar=("FIRST", "END"))
+    parser.add_argument("--draws", type=int, default=24)
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--without-biases", action="store_true")
     options = parser.parse_args()
@@ -187,7 +187,7 @@ def main() -> None:
         "ignore"
     )  # of torch's export of an LSTM, and of its first states, which are zero
     found: dict[str, list[list[float]]] = {}
-    for draw in range(*options.draws):
+    for draw in range(options.draws):
         for name, model, data in networks(draw, bias=not options.without_biases):
             row = [gain(model, data, draw, KINDS[kind]) for kind in options.kinds]
             found.setdefault(name, []).append(row)

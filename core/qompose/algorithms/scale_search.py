@@ -61,7 +61,7 @@ _PARTS = (*(n / 40 for n in range(40, 31, -1)), *(n / 40 for n in range(41, 45))
 _NEEDED = 1.02
 """How many times smaller the squared error has to become on data held back, which a sketch gives roughly."""
 _OF_MEANS = 4.0
-"""How often errors in the mean count where no bias is corrected; with 1, 16 and 64 networks gained less."""
+"""How often errors in the mean count where no bias is corrected; 16 and 64 times gained networks no more."""
 _DOUBT = 0.3
 """What is added to each variance, in units of the mean square: other data may have louder channels."""
 
