@@ -201,6 +201,19 @@ def test_a_weight_is_packed_for_each_way_that_it_is_used() -> None:
     )
 
 
+@pytest.mark.parametrize(("few", "many"), [(1, 2), (4, 8)])
+def test_a_weight_is_packed_for_each_number_of_groups(few: int, many: int) -> None:
+    """Between whose groups other zeros stand."""
+
+    def both(m: Any, x: Tensor) -> Tensor:
+        return F.conv2d(x, m.weight, groups=many) + F.conv2d(x[:, : 8 * few], m.weight, groups=few)
+
+    module = Model(both, weight=nn.Parameter(torch.randn(8 * few, 8, 1, 1)))
+    lowered_for_both = lowered(module, lambda batch: torch.randn(batch, 8 * many, 5, 5))
+    calls = with_prepack_in_graph(lowered_for_both).graph.nodes
+    assert len({n.args[2].target for n in calls if n.target is native_calls._image}) == 2
+
+
 def test_images_of_a_program_without_products_are_inductors() -> None:
     """The code for planes comes with that of products: a package without them could not hold it."""
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor

@@ -93,7 +93,7 @@ def replace(
         kernel, sizes = products.in_groups(kernel, call.geometry.groups, sizes)
     scale, shift = _linear_part(call, w_scale, bias, in_steps=function == 0)
     start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
-    key = (id(weight), depthwise, sizes.joined, sizes.group_channels)
+    key = (id(weight), depthwise, sizes.joined, call.geometry.groups)
     if key not in packed:
         packed[key] = registered(gm, products.pack(kernel, sizes, depthwise=depthwise))
     vectors = [start, scale, shift]
