@@ -195,22 +195,28 @@ auto tile_of(int width, int rows) {
 
 // What there is to do, as batches in an order that keeps what they read and write in the cache of a core:
 // blocks of windows that read so many bytes, in each all panels of channels, the last with the channels that
-// are left.
+// are left. Each thread gets windows of its own, or if weights are more than all windows read and write,
+// panels.
 constexpr int64_t BLOCK_BYTES = 192 << 10;
 
 struct Plan {
-  int64_t pixels, block, panels;
-  int last_width;
+  int64_t pixels, block, panels, units;
+  int last_width, threads;
 
-  Plan(const Image& g, int64_t channels) : pixels(g.pixels()) {
+  Plan(const Image& g, const Finish& f, int available) : pixels(g.pixels()) {
+    const int64_t channels = f.channels, size = f.kind == FLOAT32 ? sizeof(float) : 1;
     const int64_t vectors = (channels + LANES - 1) / LANES;
     panels = (vectors + WIDEST - 1) / WIDEST;
     last_width = static_cast<int>(vectors - (panels - 1) * WIDEST);
     const int64_t bytes_each = std::max<int64_t>(1, g.n * g.h * g.w * g.c / pixels);
     block = std::max<int64_t>(1, BLOCK_BYTES / bytes_each / BATCH) * BATCH;
+    const int64_t each = g.runs() * g.quads() * 4;  // bytes of weights of a channel
+    units = (pixels + BATCH - 1) / BATCH * (g.group_depth ? g.groups() : panels);  // blocks are whole batches
+    threads = threads_for(pixels * channels * each, units, available);
+    if (channels * each <= pixels * (bytes_each + channels * size))
+      block = std::min(block, (pixels + threads * BATCH - 1) / (threads * BATCH) * BATCH);
   }
   int width(int64_t panel) const { return panel + 1 == panels ? last_width : WIDEST; }
-  int64_t work() const { return (pixels + BATCH - 1) / BATCH * panels; }  // blocks are whole batches
 };
 
 // Sums of one batch after another, with memory of its own.
@@ -293,15 +299,12 @@ class Worker {
 // `group_channels`: of the result, of each group, in whole vectors.
 inline void product(const Image& g, const int8_t* weights, const Finish& f, int64_t group_channels, void* out,
                     int available) {
-  const Plan plan(g, f.channels);
-  const int64_t batches = (g.pixels() + BATCH - 1) / BATCH;
-  const int64_t units = g.group_depth ? batches * g.groups() : plan.work();
-  const int threads = threads_for(g.pixels() * f.channels * g.runs() * g.quads() * 4, units, available);
+  const Plan plan(g, f, available);
   const Picks picks(g.each);
   std::vector<Worker> workers;
-  workers.reserve(threads);
-  for (int each = 0; each < threads; ++each) workers.emplace_back(g, picks, weights, f, out);
-  in_parallel(threads, units, [&](int thread, int64_t from, int64_t to) {
+  workers.reserve(plan.threads);
+  for (int each = 0; each < plan.threads; ++each) workers.emplace_back(g, picks, weights, f, out);
+  in_parallel(plan.threads, plan.units, [&](int thread, int64_t from, int64_t to) {
     if (g.group_depth)
       workers[thread].work_in_groups(group_channels, from, to);
     else

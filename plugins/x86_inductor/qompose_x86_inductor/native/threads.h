@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace qompose_x86 {
 
@@ -28,19 +29,31 @@ inline int threads_for(int64_t products, int64_t parts, int available) {
 // its pieces to the others.
 constexpr int64_t PIECES = 8;
 
-// Call work(thread, from, to) for pieces that together are all of `parts`, by at most so many threads. `work`
-// must not throw: an exception that leaves a parallel region ends the process. Hence also no memory is asked
-// for there. `pieces`: for each thread, 1 where each piece has something to prepare.
+// How many pieces of a thread's share were taken, on a cache line of its own.
+struct alignas(64) Taken {
+  std::atomic<int64_t> pieces{0};
+};
+
+// Call work(thread, from, to) for pieces that together are all of `parts`, by at most so many threads. Each
+// has its own share, of the same place in each call, so that what it wrote in one layer it reads in the next:
+// from the cache of another core that may take several times as long. Then it helps the others. `work` must
+// not throw: an exception that leaves a parallel region ends the process. Hence also no memory is asked for
+// there. `pieces`: for each thread, 1 where each piece has something to prepare.
 template <typename Work>
 void in_parallel(int threads, int64_t parts, Work work, int64_t pieces = PIECES) {
   if (threads == 1) return work(0, 0, parts);
   const int64_t all = std::min(parts, pieces * threads);
-  std::atomic<int64_t> next{0};
+  std::vector<Taken> taken(threads);
 #pragma omp parallel num_threads(threads)
   {
     const int id = omp_get_thread_num();
-    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < all;)
-      work(id, parts * piece / all, parts * (piece + 1) / all);
+    for (int after = 0; after < threads; ++after) {
+      const int owner = (id + after) % threads;
+      const int64_t first = all * owner / threads, stop = all * (owner + 1) / threads;
+      for (int64_t piece;
+           (piece = first + taken[owner].pieces.fetch_add(1, std::memory_order_relaxed)) < stop;)
+        work(id, parts * piece / all, parts * (piece + 1) / all);
+    }
   }
 }
 
