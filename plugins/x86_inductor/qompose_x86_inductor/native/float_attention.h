@@ -189,22 +189,22 @@ class AttendingFloats : public RowsOfFloats {
         s.keys[rest * a.width + column * PANEL + key - rest] = 0;
   }
 
-  // Rows of a head often lie apart, and processors foresee only what lies together.
-  template <_mm_hint CACHE = _MM_HINT_T0>
+  // Rows of a head often lie apart, and processors foresee only what lies together. `LEVEL`: of the cache.
+  template <int LEVEL = 1>
   static void fetch(const float* row, int64_t width) {
-    for (int64_t i = 0; i < width; i += 16) _mm_prefetch(reinterpret_cast<const char*>(row + i), CACHE);
+    for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(row + i, 0, 4 - LEVEL);
   }
 
   // Ask for the share of the next head that rows `from` to `to` are of this one, while these are computed.
   void fetch_next_head(int64_t batch, int64_t head, int64_t from, int64_t to) const {
     if (++head == a.heads) ++batch, head = 0;
     if (batch == a.batches || a.keys * (a.width + a.value_width) > MOST_FETCHED) return;
-    for (int64_t row = from; row < to; ++row) fetch<_MM_HINT_T1>(a.q.at(batch, head, row), a.width);
+    for (int64_t row = from; row < to; ++row) fetch<2>(a.q.at(batch, head, row), a.width);
     const int64_t group = a.heads / a.shared_heads;
     if (head % group != 0) return;
     for (int64_t key = a.keys * from / a.queries; key < a.keys * to / a.queries; ++key) {
-      fetch<_MM_HINT_T1>(a.k.at(batch, head / group, key), a.width);
-      fetch<_MM_HINT_T1>(a.v.at(batch, head / group, key), a.value_width);
+      fetch<2>(a.k.at(batch, head / group, key), a.width);
+      fetch<2>(a.v.at(batch, head / group, key), a.value_width);
     }
   }
 

@@ -107,6 +107,10 @@ struct SumTile {
   }
 };
 
+// For GCC this is another value from here on: had it to lie in memory at the end, it would in a loop before.
+// Not written where it is used, in a lambda: clang does not capture the operands of asm.
+QOMPOSE_INLINE void in_a_register(Ints& sum) { asm volatile("" : "+v"(sum)); }
+
 // A tile of most rows, of four whole vectors of channels, two or one, whose sums are finished while they are
 // in registers.
 template <Function F, bool ADD, bool INTEGERS, int WIDTH>
@@ -116,9 +120,8 @@ void whole_tile(const Runs& runs, const int8_t* weights, const Finish& shared, i
   if (f.fetched) fetch_places<ADD, INTEGERS, MOST_ROWS[WIDTH], WIDTH>(f, row, channel, out);
   Ints sums[MOST_ROWS[WIDTH]][WIDTH];
   sum_runs(runs, weights, f.start + channel, sums);
-  // For GCC these are other values from here on: had one to lie in memory at the end, it would in the loop.
   unrolled<MOST_ROWS[WIDTH]>([&](auto r) QOMPOSE_INLINED {
-    unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED { asm volatile("" : "+v"(sums[r][j])); });
+    unrolled<WIDTH>([&](auto j) QOMPOSE_INLINED { in_a_register(sums[r][j]); });
   });
   finish_sums<F, ADD, INTEGERS>(f, sums, row, channel, out);
 }
