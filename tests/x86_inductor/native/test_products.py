@@ -281,7 +281,7 @@ def test_packing_loses_nothing(
 
 
 def test_what_sizes_write_they_read() -> None:
-    sizes = ProductSizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2, 8, 12, 16)
+    sizes = ProductSizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2, 8, 12, 16, 4)
     assert ProductSizes.read(sizes.flat()) == sizes
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 def registered(gm: torch.fx.GraphModule, value: Tensor) -> str:
     """Return the name of a new buffer of a module."""
     name = f"_qompose_x86_native_{sum(1 for _ in gm.buffers())}"
-    gm.register_buffer(name, value, persistent=False)
+    gm.register_buffer(name, value.detach(), persistent=False)
     return name
 
 

@@ -36,7 +36,7 @@ def take(node: fx.Node, call: ProductCall) -> tuple[ProductCall, Tensor | None]:
     if factors is None or out is None:
         return call, None
     quantized.replace_all_uses_with(node)
-    node.meta["val"] = quantized.meta["val"]
+    node.meta["val"] = node.meta["val"].to(out["dtype"])
     for read in (quantized, multiplied):
         node.graph.erase_node(read)
     return call._replace(out=call.out._replace(**out)), factors
@@ -50,13 +50,13 @@ def _only_reader(node: fx.Node, target: Any) -> fx.Node | None:
 def _factors(multiplied: fx.Node, node: fx.Node, operator: str) -> Tensor | None:
     """Return the constant (out,) by which each channel of a matrix or an image is multiplied."""
     x, other = multiplied.args
-    gm = node.graph.owning_module
+    gm, result = node.graph.owning_module, node.meta.get("val")
     assert gm is not None
     value = buffers.constant(gm, other if x is node else x)
-    if value is None:
+    if value is None or result is None:
         return None
-    after, rank = (2, 4) if operator in CONVOLUTIONS else (0, node.meta["val"].dim())
-    channels = node.meta["val"].shape[-1 - after]
+    after, rank = (2, 4) if operator in CONVOLUTIONS else (0, result.dim())
+    channels = result.shape[-1 - after]
     before = value.dim() - 1 - after
     fits = 0 <= before < rank - after and [*value.shape] == [1] * before + [channels] + [1] * after
     return value.flatten() if fits else None

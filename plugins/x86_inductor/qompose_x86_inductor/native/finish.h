@@ -42,7 +42,7 @@ struct Finish {
   Kind kind;
   int64_t channels;  // of the result
   int lowest;        // of its integers
-  bool fetched;      // whether its memory is asked for before sums are computed
+  bool prefetch;     // whether its memory is asked for before sums are computed
 };
 
 // What rounding the lower bound gives, as far as the result has it.

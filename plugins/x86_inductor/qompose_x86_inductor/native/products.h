@@ -117,7 +117,7 @@ template <Function F, bool ADD, bool INTEGERS, int WIDTH>
 void whole_tile(const Runs& runs, const int8_t* weights, const Finish& shared, int64_t row, int64_t channel,
                 void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change
-  if (f.fetched) fetch_places<ADD, INTEGERS, MOST_ROWS[WIDTH], WIDTH>(f, row, channel, out);
+  if (f.prefetch) fetch_places<ADD, INTEGERS, MOST_ROWS[WIDTH], WIDTH>(f, row, channel, out);
   Ints sums[MOST_ROWS[WIDTH]][WIDTH];
   sum_runs(runs, weights, f.start + channel, sums);
   unrolled<MOST_ROWS[WIDTH]>([&](auto r) QOMPOSE_INLINED {
