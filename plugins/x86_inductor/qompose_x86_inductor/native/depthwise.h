@@ -187,53 +187,86 @@ inline DepthwiseLine depthwise_of(Function function, Part part) {
   }
 }
 
-// Weights: [block of channels][column][four rows][vector][channel][row]; those of a last block of half the
-// channels or less are there twice.
-inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
-  const int64_t lines = g.n * g.oh, blocks = (f.channels + CHANNELS - 1) / CHANNELS;
-  const Columns columns(g);
-  const int64_t block_bytes = g.kw * columns.fours * 4 * CHANNELS;
-  const int64_t whole_blocks = f.channels / CHANNELS;
-  const bool by_two = blocks > whole_blocks && f.channels - whole_blocks * CHANNELS <= CHANNELS / 2;
-  const DepthwiseLine whole = depthwise_of(f.function, Part::ALL),
-                      first = depthwise_of(f.function, Part::FIRST),
-                      twice = depthwise_of(f.function, Part::TWICE);
-  const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
-  const std::vector<uint8_t> blank(std::max<int64_t>(1, g.w) * g.c, g.x_zp);
-  const int64_t rows_each = 4 * columns.fours;
-  std::vector<Bytes> rows_of_all(2 * threads * rows_each, blank.data());  // weights of rows below kh are 0
-  std::vector<uint8_t> columns_of_all(threads * columns.bytes() + 64);
-  uint8_t* const aligned =
-      &columns_of_all[63 - (reinterpret_cast<uintptr_t>(columns_of_all.data()) + 63) % 64];
-  const auto find = [&](int64_t line, Bytes* rows) {
+// Lines of a result, with memory for each thread. Weights: [block of channels][column][four rows][vector]
+// [channel][row]; those of a last block of half the channels or less are there twice.
+class DepthwiseLines {
+ public:
+  DepthwiseLines(const Image& image, const int8_t* weights, const Finish& f, void* out, int threads)
+      : g(image),
+        weights(weights),
+        f(f),
+        out(out),
+        columns(g),
+        whole_blocks(f.channels / CHANNELS),
+        left(f.channels - whole_blocks * CHANNELS),
+        all(depthwise_of(f.function, Part::ALL)),
+        first(depthwise_of(f.function, Part::FIRST)),
+        twice(depthwise_of(f.function, Part::TWICE)),
+        blank(std::max<int64_t>(1, g.w) * g.c, g.x_zp),
+        rows(2 * threads * rows_each(), blank.data()),  // weights of rows below kh are 0
+        taken(threads * columns.bytes() + 64) {}
+
+  // Lines that are computed together.
+  int64_t at_once() const { return left > 0 && left <= CHANNELS / 2 ? 2 : 1; }
+
+  void work(int thread, int64_t from, int64_t to) {
+    Bytes* here = &rows[2 * thread * rows_each()];
+    for (int64_t line = from; line < to; line += at_once()) {
+      const bool two = at_once() == 2 && line + 1 < to;
+      find(line, here);
+      if (two) find(line + 1, here + rows_each());
+      for (int64_t block = 0; block < whole_blocks; ++block) {
+        all(line_of(thread, line, block, here));
+        if (two) all(line_of(thread, line + 1, block, here + rows_each()));
+      }
+      if (left > 0) (two ? twice : first)(line_of(thread, line, whole_blocks, here));
+    }
+  }
+
+ private:
+  int64_t rows_each() const { return 4 * columns.fours; }
+
+  void find(int64_t line, Bytes* to) const {
     const int64_t top = line % g.oh * g.sh - g.ph;
     for (int64_t i = 0; i < g.kh; ++i) {
       const int64_t y = top + i * g.dh;
-      rows[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
+      to[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
     }
-  };
-  in_parallel(threads, lines, [&](int thread, int64_t from, int64_t to) {
-    Bytes* rows = &rows_of_all[2 * thread * rows_each];
-    const auto line_of = [&](int64_t line, int64_t block) -> Line {
-      const int64_t channel = block * CHANNELS;
-      return {g,
-              weights + block * block_bytes,
-              f,
-              channel,
-              line * g.ow * f.channels + channel,
-              rows,
-              blank.data(),
-              aligned + thread * columns.bytes(),
-              out};
-    };
-    for (int64_t line = from; line < to; ++line) {
-      find(line, rows);
-      for (int64_t block = 0; block < whole_blocks; ++block) whole(line_of(line, block));
-      if (blocks == whole_blocks || (by_two && (line - from) % 2 == 1)) continue;
-      const bool two = by_two && line + 1 < to;
-      if (two) find(line + 1, rows + rows_each);
-      (two ? twice : first)(line_of(line, whole_blocks));
-    }
+  }
+
+  Line line_of(int thread, int64_t line, int64_t block, const Bytes* its_rows) {
+    const int64_t channel = block * CHANNELS, block_bytes = g.kw * columns.fours * 4 * CHANNELS;
+    uint8_t* const aligned = &taken[63 - (reinterpret_cast<uintptr_t>(taken.data()) + 63) % 64];
+    return {g,
+            weights + block * block_bytes,
+            f,
+            channel,
+            line * g.ow * f.channels + channel,
+            its_rows,
+            blank.data(),
+            aligned + thread * columns.bytes(),
+            out};
+  }
+
+  const Image& g;
+  const int8_t* weights;
+  const Finish& f;
+  void* out;
+  const Columns columns;
+  const int64_t whole_blocks, left;  // `left`: channels of the last block, if it is not whole
+  const DepthwiseLine all, first, twice;
+  const std::vector<uint8_t> blank;
+  std::vector<Bytes> rows;
+  std::vector<uint8_t> taken;
+};
+
+inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
+  const int64_t lines = g.n * g.oh;
+  const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
+  DepthwiseLines work(g, weights, f, out, threads);
+  const int64_t at_once = work.at_once(), parts = (lines + at_once - 1) / at_once;
+  in_parallel(threads, parts, [&](int thread, int64_t from, int64_t to) {
+    work.work(thread, from * at_once, std::min(lines, to * at_once));
   });
 }
 
