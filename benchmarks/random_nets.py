@@ -183,9 +183,8 @@ def main() -> None:
     parser.add_argument("--without-biases", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter(
-        "ignore"
-    )  # of torch's export of an LSTM, and of its first states, which are zero
+    # Of torch's export of an LSTM, and of its first states, which are zero.
+    warnings.simplefilter("ignore")
     found: dict[str, list[list[float]]] = {}
     for draw in range(options.draws):
         for name, model, data in networks(draw, bias=not options.without_biases):

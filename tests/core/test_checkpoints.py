@@ -559,7 +559,6 @@ except Exception as error:
 
 MEMORY = """
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 import qompose, torch
 from qompose.observers import PerChannelMinMaxObserver

@@ -207,9 +207,14 @@ def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
 
 
 @needs_native
-def test_causal_attention_of_one_length_is_ours() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_causal_attention_in_float_of_one_length(compiled: bool) -> None:
     x = inputs(2, 60, floats=True)[0]
-    assert calls_in_float(left_in_float(in_float(is_causal=True, scale=0.1), x)) == 1
+    model = left_in_float(in_float(is_causal=True, scale=0.1), x)
+    assert calls_in_float(model) == 1
+    if compiled:
+        expected = model(x)
+        assert (qompose.compile_lowered(model)(x) - expected).norm() / expected.norm() < 0.01
 
 
 @needs_native

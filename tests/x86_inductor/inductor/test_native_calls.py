@@ -222,6 +222,18 @@ def test_images_of_a_program_without_products_are_inductors() -> None:
     assert with_prepack_in_graph(graph).code == graph.code
 
 
+@pytest.mark.full
+def test_a_float_of_a_linear_that_is_not_finite_stays_so() -> None:
+    """As one of a convolution does, in `block`."""
+    module = nn.Linear(6, 3)
+    torch.nn.init.constant_(module.bias, float("nan"))
+    make = lambda batch: torch.randn(batch, 6)  # noqa: E731
+    model = lowered(module, make)
+    compiled = qompose.compile_lowered(model)
+    assert model(make(2)).isnan().all()
+    assert compiled(make(2)).isnan().all()
+
+
 def small() -> GraphModule:
     return lowered(nn.Sequential(nn.Linear(26, 8), nn.ReLU(), nn.Linear(8, 4)), image)
 

@@ -16,7 +16,7 @@ from qompose_x86_inductor.inductor import buffers
 from qompose_x86_inductor.onednn.arguments import CONVOLUTIONS, QUANTIZED, ProductCall
 
 _MULTIPLY: Final = torch.ops.aten.mul.Tensor
-_QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
+QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 def take(node: fx.Node, call: ProductCall) -> tuple[ProductCall, Tensor | None]:
@@ -29,7 +29,7 @@ def take(node: fx.Node, call: ProductCall) -> tuple[ProductCall, Tensor | None]:
         The call with that scale, zero point and dtype, and the factors (out,); or as it is, and None.
     """
     multiplied = _only_reader(node, _MULTIPLY)
-    quantized = None if multiplied is None else _only_reader(multiplied, _QUANTIZE)
+    quantized = None if multiplied is None else _only_reader(multiplied, QUANTIZE)
     if call.out.dtype not in (None, torch.float32) or multiplied is None or quantized is None:
         return call, None
     factors, out = _factors(multiplied, node, call.operator), _integers(quantized)

@@ -50,7 +50,6 @@ METADATA: Final = "qompose_x86.isa"
 _OPTION: Final = "aot_inductor.custom_ops_to_c_shims"
 _BOUNDS: Final = ("relu", "hardtanh")
 """Post-ops that bound values, as results in integers are bounded anyway."""
-_QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 def applies(call: ProductCall, weight: Tensor) -> bool:
@@ -120,7 +119,11 @@ def quantize_planes(gm: fx.GraphModule) -> None:
     if not _has_products(gm):
         return
     for node in gm.graph.nodes:
-        if node.target is _QUANTIZE and len(node.args) == 6 and _arrives_in_planes(node.args[0]):
+        if (
+            node.target is channel_factors.QUANTIZE
+            and len(node.args) == 6
+            and _arrives_in_planes(node.args[0])
+        ):
             x, scale, zero_point, low, high, dtype = node.args
             if dtype is torch.uint8:
                 node.target, node.args = _quantized_planes, (x, scale, zero_point, low, high)

@@ -27,7 +27,7 @@ enum Size : int {
   VECTOR_LANES,
   GROUP_DEPTH,
   GROUP_CHANNELS,
-  EACH,
+  OWN_DEPTH,
   SIZES
 };
 enum End : int { OTHER_SCALE, OTHER_ZP, SLOPE, LOW, HIGH, ENDS };
@@ -67,7 +67,7 @@ inline Image image_of(Bytes x, const int64_t* dims, const int64_t* s) {
           s[DW],
           static_cast<int>(s[X_ZP]),
           s[GROUP_DEPTH],
-          s[EACH]};
+          s[OWN_DEPTH]};
 }
 
 // Of what products.pack makes for such an image.
@@ -78,7 +78,7 @@ inline int64_t packed_bytes(bool by_channel, const Image& g, int64_t channels) {
 
 // Results in several panels that a core's cache does not hold, whose sums take longer than the asking.
 inline bool pays_to_fetch(const Image& g, int64_t channels, Kind kind) {
-  const int64_t bytes = g.pixels() * channels * (kind == FLOAT32 ? 4 : 1);
+  const int64_t bytes = g.pixels() * channels * size_of(kind);
   return bytes > 512 << 10 && channels > PANEL && g.runs() * g.quads() >= 32;
 }
 

@@ -263,10 +263,10 @@ class DepthwiseLines {
 inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out, int available) {
   const int64_t lines = g.n * g.oh;
   const int threads = threads_for(g.pixels() * f.channels * g.kh * g.kw, lines, available);
-  DepthwiseLines work(g, weights, f, out, threads);
-  const int64_t at_once = work.at_once(), parts = (lines + at_once - 1) / at_once;
+  DepthwiseLines all(g, weights, f, out, threads);
+  const int64_t at_once = all.at_once(), parts = (lines + at_once - 1) / at_once;
   in_parallel(threads, parts, [&](int thread, int64_t from, int64_t to) {
-    work.work(thread, from * at_once, std::min(lines, to * at_once));
+    all.work(thread, from * at_once, std::min(lines, to * at_once));
   });
 }
 

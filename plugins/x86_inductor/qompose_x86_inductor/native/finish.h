@@ -14,6 +14,8 @@ namespace qompose_x86 {
 enum Function : int { NONE, HARDSWISH, SWISH, GELU_ERF, GELU_TANH, TANH, LEAKY_RELU };
 enum Kind : int { UINT8, INT8, FLOAT32 };
 
+constexpr int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : 1; }
+
 // A bit for each function that a program needs, since compilers take most of their time for these.
 #ifndef QOMPOSE_FUNCTIONS
 #define QOMPOSE_FUNCTIONS ~0u

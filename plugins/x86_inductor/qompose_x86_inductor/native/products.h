@@ -19,11 +19,12 @@ constexpr int BATCH = 24;  // windows that are found, and whose sums are finishe
 struct Picks {
   alignas(4 * LANES) int32_t lanes[LANES / 4][LANES];
 
-  explicit Picks(int64_t each) {
-    if (each)
-      for (int quad = 0; quad < each / 4; ++quad)
-        for (int lane = 0; lane < LANES; ++lane)
-          lanes[quad][lane] = static_cast<int32_t>(lane / each * (each / 4) + quad);
+  // `depth`: of a group, whose results are as many; 0 if there are no such groups.
+  explicit Picks(int64_t depth) {
+    const int64_t quads = depth / 4;
+    for (int quad = 0; quad < quads; ++quad)
+      for (int lane = 0; lane < LANES; ++lane)
+        lanes[quad][lane] = static_cast<int32_t>(lane / depth * quads + quad);
   }
 };
 
@@ -207,16 +208,16 @@ struct Plan {
   int last_width, threads;
 
   Plan(const Image& g, const Finish& f, int available) : pixels(g.pixels()) {
-    const int64_t channels = f.channels, size = f.kind == FLOAT32 ? sizeof(float) : 1;
+    const int64_t channels = f.channels;
     const int64_t vectors = (channels + LANES - 1) / LANES;
     panels = (vectors + WIDEST - 1) / WIDEST;
     last_width = static_cast<int>(vectors - (panels - 1) * WIDEST);
     const int64_t bytes_each = std::max<int64_t>(1, g.n * g.h * g.w * g.c / pixels);
     block = std::max<int64_t>(1, BLOCK_BYTES / bytes_each / BATCH) * BATCH;
-    const int64_t each = g.runs() * g.quads() * 4;  // bytes of weights of a channel
+    const int64_t weights_each = g.runs() * g.quads() * 4;                         // bytes, of a channel
     units = (pixels + BATCH - 1) / BATCH * (g.group_depth ? g.groups() : panels);  // blocks are whole batches
-    threads = threads_for(pixels * channels * each, units, available);
-    if (channels * each <= pixels * (bytes_each + channels * size))
+    threads = threads_for(pixels * channels * weights_each, units, available);
+    if (channels * weights_each <= pixels * (bytes_each + channels * size_of(f.kind)))
       block = std::min(block, (pixels + threads * BATCH - 1) / (threads * BATCH) * BATCH);
   }
   int width(int64_t panel) const { return panel + 1 == panels ? last_width : WIDEST; }
@@ -233,7 +234,7 @@ class Worker {
         ending(ending_of(f)),
         windows(g, BATCH),
         where(BATCH * g.runs()),
-        reads{nullptr, 0, g.runs(), g.quads(), 0, g.each ? &picks : nullptr} {}
+        reads{nullptr, 0, g.runs(), g.quads(), 0, g.own_depth ? &picks : nullptr} {}
 
   // Batches `from` to `to` of all of a plan.
   void work(const Plan& plan, int64_t from, int64_t to) noexcept {
@@ -303,7 +304,7 @@ class Worker {
 inline void product(const Image& g, const int8_t* weights, const Finish& f, int64_t group_channels, void* out,
                     int available) {
   const Plan plan(g, f, available);
-  const Picks picks(g.each);
+  const Picks picks(g.own_depth);
   std::vector<Worker> workers;
   workers.reserve(plan.threads);
   for (int each = 0; each < plan.threads; ++each) workers.emplace_back(g, picks, weights, f, out);

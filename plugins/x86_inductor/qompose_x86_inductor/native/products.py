@@ -51,8 +51,8 @@ class ProductSizes(NamedTuple):
 
     ``lanes`` are those of the vectors that the weight is packed for. ``group_depth`` and ``group_channels``
     are inputs and outputs of a group as `in_groups` makes them, multiples of 4 and of the lanes, of which
-    the last group may have fewer; 0 where there is one group. ``each`` is how many of the inputs, side by
-    side, an output has weights for; 0 where it has for all.
+    the last group may have fewer; 0 where there is one group. ``own_depth`` is how many of the
+    inputs, side by side, an output has weights for; 0 where it has for all.
     """
 
     channels: int
@@ -67,7 +67,7 @@ class ProductSizes(NamedTuple):
     lanes: int
     group_depth: int = 0
     group_channels: int = 0
-    each: int = 0
+    own_depth: int = 0
 
     @property
     def joined(self) -> bool:
@@ -129,7 +129,7 @@ def in_groups(weight: Tensor, groups: int, sizes: ProductSizes) -> tuple[Tensor,
     """
     depth, channels, lanes = weight.shape[1], weight.shape[0] // groups, sizes.lanes
     if depth == channels < lanes and channels % FOUR == 0 and lanes % channels == 0:
-        return weight, sizes._replace(group_depth=lanes, group_channels=lanes, each=channels)
+        return weight, sizes._replace(group_depth=lanes, group_channels=lanes, own_depth=channels)
     joined = math.lcm(lanes // math.gcd(lanes, channels), FOUR // math.gcd(FOUR, depth))
     joined = min(joined, groups)
     whole = filled(weight.reshape(groups, channels, *weight.shape[1:]), 0, joined)
@@ -210,11 +210,11 @@ def filled(values: Tensor, dim: int, multiple: int) -> Tensor:
 
 def reference(*arguments: Any, depthwise: bool) -> Tensor:
     """Return what an operator computes from its arguments."""
-    x, packed, *each, other, flat, given_ends = arguments
+    x, packed, *given, other, flat, given_ends = arguments
     sizes, ends = ProductSizes.read(flat), ProductEnds(*given_ends)
-    depth = sizes.each or sizes.group_depth or x.shape[3]
+    depth = sizes.own_depth or sizes.group_depth or x.shape[3]
     weight = unpack(packed, sizes, depth, depthwise=depthwise)
-    vectors = [_of_channels(v, sizes, depthwise=depthwise) for v in each if v is not None]
+    vectors = [_of_channels(v, sizes, depthwise=depthwise) for v in given if v is not None]
     start, scale, bias, *per_step = vectors
     real = (_raw_sums(x, weight, sizes) + start) * scale + bias
     if other is not None:

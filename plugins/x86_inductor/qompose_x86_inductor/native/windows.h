@@ -18,7 +18,7 @@ struct Image {
   int64_t kh, kw, sh, sw, ph, pw, dh, dw;
   int x_zp;
   int64_t group_depth;  // channels of x in a group, a multiple of 4; the last may lack some. 0: one group
-  int64_t each;         // of which so many are for each result, a multiple of 4. 0: all of them
+  int64_t own_depth;    // of which so many are for a result, a multiple of 4. 0: all of them
 
   int64_t pixels() const { return n * oh * ow; }
   int64_t groups() const { return group_depth ? (c + group_depth - 1) / group_depth : 1; }
@@ -27,7 +27,9 @@ struct Image {
   int64_t runs() const { return joined() ? kh : kh * kw; }
   int64_t run_bytes() const { return joined() ? kw * c : c; }
   // That a result is the sum of.
-  int64_t quads() const { return ((each ? each : group_depth ? group_depth : run_bytes()) + 3) / 4; }
+  int64_t quads() const {
+    return ((own_depth ? own_depth : group_depth ? group_depth : run_bytes()) + 3) / 4;
+  }
   // What is read of a run, for all groups.
   int64_t read_bytes() const { return group_depth ? groups() * group_depth : quads() * 4; }
   bool plain() const { return kh * kw * sh * sw == 1 && ph + pw == 0 && c == read_bytes(); }
