@@ -484,7 +484,7 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
     if chosen is None:
         raise NotLowerable(f"the scale of its input {node.name} is static")
     choose: Any = chosen.target
-    source = chosen.all_input_nodes[0]
+    source = tensor.node.all_input_nodes[0]  # parameters may be chosen of a cast
     by_token = choose in qdq.CHOOSE_PER_TOKEN
     dims: int | None = 1 if by_token else None
     if shaped:

@@ -588,20 +588,20 @@ class _QDQInserter:
         node, number = observed.node, observed.group
         observer = self.solution.observers[number]
         low, high = integer_bounds(spec, observer)
-        value = self._divided(value, number, before=node)
+        value, reader, shaped = self._divided(value, number, before=node), first_user(node), None
         eps = float(getattr(base_observer(observer), "eps", DEFAULT_EPS))
-        kind = torch.finfo(value_of(value).dtype)
-        eps = max(eps, kind.tiny * kind.eps)  # torch divides ranges in this type, and may get 0
-        choose, arguments = choosing_operator(spec, low, high, eps)
-        reader, shaped = first_user(node), None
         if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone
             shaped, whole = value, value_of(value)
             first = whole.dim() - len(spec.block_size)
             with node.graph.inserting_before(node):
                 value = _call(_flatten, (value, first), reader, whole.flatten(first))
-        example = choose(value_of(value), *arguments)
         with node.graph.inserting_before(node):
-            chosen = _call(choose, (value, *arguments), reader, example)
+            source = self._with_exact_range(value, number, reader)
+            kind = torch.finfo(value_of(source).dtype)
+            eps = max(eps, kind.tiny * kind.eps)  # torch divides ranges in this type, and may get 0
+            choose, arguments = choosing_operator(spec, low, high, eps)
+            example = choose(value_of(source), *arguments)
+            chosen = _call(choose, (source, *arguments), reader, example)
             scale, zero_point = (
                 _call(operator.getitem, (chosen, i), reader, example[i]) for i in (0, 1)
             )
@@ -610,6 +610,17 @@ class _QDQInserter:
         for made in (chosen, quantized):
             self._port_tag(Point(observed.tensor, reader.name), reader, made)
         self._dequantize_for_each_user(observed, quantized, pair, value, None, shaped)
+
+    def _with_exact_range(self, value: Node, number: int, reader: Node) -> Node:
+        """Return a tensor for torch's operators that choose parameters: float16 as float32.
+
+        They divide the range in the tensor's own type. In float16, ranges above 65,504 are infinite and small
+        scales off by up to a third. Engines that know annotations alone look for the form without a cast.
+        """
+        example = value_of(value)
+        if example.dtype is not torch.float16 or self._has_no_rules(number):
+            return value
+        return _cast_to(value, torch.float32, reader, example)
 
     def _cast(self, observed: Observed, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""

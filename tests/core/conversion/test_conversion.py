@@ -407,19 +407,41 @@ def test_a_dynamic_tensor_needs_no_calibration_whatever_its_observer(model: nn.M
     assert sqnr(model(X), converted(X)) > 30
 
 
+def half_linear(gain: float) -> nn.Linear:
+    model = nn.Linear(16, 16, bias=False).requires_grad_(False)
+    nn.init.eye_(model.weight).mul_(gain)
+    return model.half()
+
+
+DYNAMIC = activation_spec(torch.int8, -128, 127, is_dynamic=True)
+
+
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
-@pytest.mark.parametrize("size", [1e-7, 1e-6])
-def test_small_dynamic_tensors_of_halves_keep_their_steps(size: float, symmetric: bool) -> None:
-    """Over 255, ranges below 7.6e-6 are 0 in float16, in which torch divides them."""
-    activation = activation_spec(torch.int8, -128, 127, is_dynamic=True)
+@pytest.mark.parametrize("size", [1e-7, 1e-6, 3.7e-6, 1e-5, 1.0, 1.5e4])
+def test_dynamic_tensors_of_halves_keep_their_steps(size: float, symmetric: bool) -> None:
+    """torch divides ranges in float16: below 7.6e-6 that gives 0, to 1e-4 far off, above 65,504 infinity."""
+    activation = DYNAMIC
     if symmetric:
         activation = replace(activation, qscheme=torch.per_tensor_symmetric)
-    model = nn.Linear(16, 16, bias=False).half().requires_grad_(False)
-    nn.init.eye_(model.weight).mul_(1000)
+    model = half_linear(min(1000.0, 1 / size))
     x = (randn(8, 16) * size).half()
     config = QuantizationConfig(activation, None, WEIGHT)
     converted = convert(export(model, x), toy(LINEAR, config=config), x)
-    assert sqnr(model(x), converted(x)) > 40
+    assert sqnr(model(x), converted(x)) > 38
+
+
+def test_halves_of_annotations_alone_are_not_cast_for_their_range() -> None:
+    """Engines that such annotations are for look for the form of torch."""
+    model, x = half_linear(1.0), randn(8, 16).half()
+
+    def annotate_node(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            annotate(node, {node.args[0]: DYNAMIC}, None)
+
+    converted = convert(export(model, x), Annotator(annotate_node), x)
+    (chosen,) = nodes_calling(converted, "choose_qparams")
+    (quantized,) = nodes_calling(converted, "quantize_per_tensor")
+    assert chosen.args[0] is quantized.args[0]
 
 
 def test_float64_is_converted_or_left_in_float_with_a_reason(model: nn.Module) -> None:

@@ -129,6 +129,12 @@ class TestWhatKernelsSee:
         tensor = seen_by_kernel(model, IMAGE_CONV, TOKENS, randn(3, 2, 6, 6))
         assert (tensor.node.target, tensor.dims) == (aten.sigmoid.default, 3)
 
+    @pytest.mark.parametrize("config", [DYNAMIC, TOKENS], ids=["per tensor", "per token"])
+    def test_halves_and_not_the_cast_that_their_range_is_of(self, config: Any) -> None:
+        model, x = seeded(nn.Linear(8, 4)).half(), randn(3, 8).half()
+        tensor = seen_by_kernel(model, LINEAR, config, x)
+        assert (tensor.node.op, tensor.node.meta["val"].dtype) == ("placeholder", torch.float16)
+
     def test_groups_of_a_weight(self) -> None:
         model = seeded(nn.Linear(8, 4))
         config = replace(TOKENS, weight=GROUPS)
