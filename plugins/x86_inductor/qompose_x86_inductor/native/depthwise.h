@@ -158,33 +158,13 @@ void depthwise_line(const Line& l) {
 
 using DepthwiseLine = void (*)(const Line&);
 
-template <Function F>
-DepthwiseLine depthwise_of(Part part) {
-  if constexpr (NEEDED<F>)
+inline DepthwiseLine depthwise_of(Function function, Part part) {
+  return with_function<DepthwiseLine>(function, [=](auto constant) {
+    constexpr Function F = constant;
     return part == Part::ALL     ? depthwise_line<F, Part::ALL>
            : part == Part::FIRST ? depthwise_line<F, Part::FIRST>
                                  : depthwise_line<F, Part::TWICE>;
-  else
-    lacks_function();
-}
-
-inline DepthwiseLine depthwise_of(Function function, Part part) {
-  switch (function) {
-    case HARDSWISH:
-      return depthwise_of<HARDSWISH>(part);
-    case SWISH:
-      return depthwise_of<SWISH>(part);
-    case GELU_ERF:
-      return depthwise_of<GELU_ERF>(part);
-    case GELU_TANH:
-      return depthwise_of<GELU_TANH>(part);
-    case TANH:
-      return depthwise_of<TANH>(part);
-    case LEAKY_RELU:
-      return depthwise_of<LEAKY_RELU>(part);
-    default:
-      return depthwise_of<NONE>(part);
-  }
+  });
 }
 
 // Lines of a result, with memory for each thread. Weights: [block of channels][column][four rows][vector]

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -20,11 +21,35 @@ constexpr int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : 1; }
 #ifndef QOMPOSE_FUNCTIONS
 #define QOMPOSE_FUNCTIONS ~0u
 #endif
-template <Function F>
-constexpr bool NEEDED = ((QOMPOSE_FUNCTIONS) >> F & 1) != 0;
 
-[[noreturn]] inline void lacks_function() {
-  throw std::logic_error("the program was compiled without a function that it needs");
+template <class Result, Function F, class Make>
+Result made_with(const Make& make) {
+  if constexpr (((QOMPOSE_FUNCTIONS) >> F & 1) != 0)
+    return make(std::integral_constant<Function, F>());
+  else
+    throw std::logic_error("the program was compiled without a function that it needs");
+}
+
+// What `make` returns for a function, which it is given as a constant. Nothing is compiled for functions that
+// no product of the program has.
+template <class Result, class Make>
+Result with_function(Function function, const Make& make) {
+  switch (function) {
+    case HARDSWISH:
+      return made_with<Result, HARDSWISH>(make);
+    case SWISH:
+      return made_with<Result, SWISH>(make);
+    case GELU_ERF:
+      return made_with<Result, GELU_ERF>(make);
+    case GELU_TANH:
+      return made_with<Result, GELU_TANH>(make);
+    case TANH:
+      return made_with<Result, TANH>(make);
+    case LEAKY_RELU:
+      return made_with<Result, LEAKY_RELU>(make);
+    default:
+      return made_with<Result, NONE>(make);
+  }
 }
 
 // value = function(sum * scale + bias + (other - other_zp) * other_scale) * per_step, kept in low..high,

@@ -144,34 +144,13 @@ template <Function F, bool ADD, bool INTEGERS>
 constexpr Ending ENDING = {whole_tile<F, ADD, INTEGERS, 4>, whole_tile<F, ADD, INTEGERS, 2>,
                            whole_tile<F, ADD, INTEGERS, 1>, finish_tile<F, ADD, INTEGERS>};
 
-template <Function F>
-Ending ending_of(bool add, bool integers) {
-  if constexpr (!NEEDED<F>) {
-    lacks_function();
-  } else {
-    if (add) return integers ? ENDING<F, true, true> : ENDING<F, true, false>;
-    return integers ? ENDING<F, false, true> : ENDING<F, false, false>;
-  }
-}
-
 inline Ending ending_of(const Finish& f) {
   const bool add = f.other != nullptr, integers = f.kind != FLOAT32;
-  switch (f.function) {
-    case HARDSWISH:
-      return ending_of<HARDSWISH>(add, integers);
-    case SWISH:
-      return ending_of<SWISH>(add, integers);
-    case GELU_ERF:
-      return ending_of<GELU_ERF>(add, integers);
-    case GELU_TANH:
-      return ending_of<GELU_TANH>(add, integers);
-    case TANH:
-      return ending_of<TANH>(add, integers);
-    case LEAKY_RELU:
-      return ending_of<LEAKY_RELU>(add, integers);
-    default:
-      return ending_of<NONE>(add, integers);
-  }
+  return with_function<Ending>(f.function, [=](auto function) {
+    constexpr Function F = function;
+    if (add) return integers ? ENDING<F, true, true> : ENDING<F, true, false>;
+    return integers ? ENDING<F, false, true> : ENDING<F, false, false>;
+  });
 }
 
 // The tile of a width and a number of rows: `Tile<WIDTH, ROWS>::run`.
