@@ -175,7 +175,11 @@ class _Loaded:
     state: Mapping[str, Tensor]
 
     def __call__(self, *values: Any) -> list[Any]:
-        found = self.loader.boxed_run([value for value in values if isinstance(value, Tensor)])
+        found: list[Any] = self.loader.boxed_run(
+            [value for value in values if isinstance(value, Tensor)]
+        )
+        if not any(self.numbers):
+            return found
         return [x.item() if number else x for x, number in zip(found, self.numbers, strict=True)]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any, Final, NoReturn
@@ -191,8 +192,15 @@ def contiguous(value: Any) -> Any:
     """
     if not isinstance(value, Tensor):
         return value
+    if value.stride() == _usual(value.shape) and not (value.is_neg() or value.is_conj()):
+        return value
     dense = value.resolve_conj().resolve_neg().contiguous()
     if 1 not in dense.shape:
         return dense
-    usual = tuple(accumulate(reversed(dense.shape[1:]), mul, initial=1))[::-1]
-    return dense if dense.stride() == usual else dense.view(-1).view(dense.shape)
+    return dense if dense.stride() == _usual(dense.shape) else dense.view(-1).view(dense.shape)
+
+
+@lru_cache(maxsize=256)
+def _usual(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]

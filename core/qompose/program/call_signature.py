@@ -121,6 +121,10 @@ class CheckedCalls(_PyTreeCodeGen):
         bindings = super().gen_var_bindings(fn_args, free_vars, expanded_def)
         names = [variable.split(":")[0].split("#")[0].strip() for variable in free_vars]
         annotations, _, flattening = bindings.rpartition("\n    ")
+        specs = [spec for _, spec in _arguments(self.pytree_info)]
+        if specs and all(spec.is_leaf() for spec in specs):
+            # torch's flattening takes longer than all else in the call of a small model.
+            flattening = f"{', '.join(names)}, = {', '.join(self.pytree_info.orig_args)},"
         checks = self.checks.lines([n for n in names if n != "self"])
         lines = [annotations, *_nests(self.pytree_info), flattening, *checks]
         return "\n    ".join(lines)
@@ -128,15 +132,19 @@ class CheckedCalls(_PyTreeCodeGen):
 
 def _nests(info: _PyTreeInfo) -> Iterator[str]:
     """Yield Python statements that check how arguments are nested: torch's code skips what is too much."""
+    for name, (where, spec) in zip(info.orig_args, _arguments(info), strict=False):
+        yield from _nest(name, where, spec)
+
+
+def _arguments(info: _PyTreeInfo) -> list[tuple[str, pytree.TreeSpec]]:
+    """Return the Python expression of each argument's structure, and the structure."""
     spec = info.in_spec
     with_keywords = spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict
-    specs = [
+    return [
         (f"self._in_spec.child({part}).child({place})", spec)
         for part, arguments in enumerate(spec.children() if with_keywords else ())
         for place, spec in enumerate(arguments.children())
     ]
-    for name, (where, spec) in zip(info.orig_args, specs, strict=False):
-        yield from _nest(name, where, spec)
 
 
 def _nest(name: str, where: str, spec: pytree.TreeSpec) -> Iterator[str]:
