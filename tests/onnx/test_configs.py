@@ -36,6 +36,7 @@ X = (torch.cat([torch.rand(9, 64), torch.ones(1, 64)]),)
         {"activation": "uint16", "tensorrt": True},
         {"tensorrt": True, "weight_only": True},
         {"symmetric_activations": 1},
+        {"attention": 1},
         {"activation": "int8", "is_dynamic": True},
         {"activation": "int8", "weight_only": True},
         {"is_dynamic": True, "per_token": True},

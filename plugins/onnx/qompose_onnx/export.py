@@ -20,7 +20,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose_onnx import branches, sizes, zero_points
+from qompose_onnx import branches, masks, matrices, sizes, zero_points
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.places import bare, calls_of, place_of
 from qompose_onnx.refusals import why_not_exported
@@ -77,6 +77,8 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         fold_constants(made.model, output_size_limit=sys.maxsize, should_fold=_is_of_layout)
         DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
         sizes.settle(made.model)
+        masks.settle(made.model)
+        matrices.settle(made.model)
         branches.settle(made.model)
         zero_points.settle(made.model)
         _name_outputs(made.model, made.exported_program)

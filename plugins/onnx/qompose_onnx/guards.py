@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from qompose.backend import Match, kit
 
 aten = torch.ops.aten
+_LAYOUTS: Final = frozenset(
+    {
+        *(aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints),
+        *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
+    }
+)
 
 
 def matrix(match: Match) -> str | None:
@@ -26,6 +32,17 @@ def not_after_linear(match: Match) -> str | None:
         if node is not None and node.target is aten.linear.default:
             return "it reads linears, which return float at no extra cost"
     return None
+
+
+def not_of_heads(match: Match) -> str | None:
+    """Require that not attention alone reads it: its integers are laid out by `qompose_onnx.heads`."""
+    readers = [*match.output.users]
+    while readers and all(node.target in _LAYOUTS for node in readers):
+        readers = [user for node in readers for user in node.users]
+    attention = aten.scaled_dot_product_attention.default
+    if not readers or any(node.target is not attention for node in readers):
+        return None
+    return "it lays out what attention reads"
 
 
 def plain_average(match: Match) -> str | None:

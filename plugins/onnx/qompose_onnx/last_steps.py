@@ -19,7 +19,7 @@ from qompose.backend import (
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from qompose_onnx import openvino_defects, tensorrt
+from qompose_onnx import heads, openvino_defects, tensorrt
 from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
@@ -107,6 +107,7 @@ def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finis
 def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file, load it, and say what OpenVINO executes."""
     made = _program(module, signature, OPENVINO)
+    heads.settle(made.program.model)
     openvino_defects.settle(made.program.model)
     return _loaded(made, in_openvino, OPENVINO_INT8)
 
@@ -153,6 +154,8 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
         left = [op for node in nodes for op in found.by_node.get(node.name, ())]
         own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
         fused = kernel if kernel and any(map(_is_of_integers, own)) else _fused(own, nodes)
+        if kernel and any(map(_attends, nodes)):
+            fused = kernel if any(reads for _, reads in own) else None
         if any(map(_reads_sixteen_bits, nodes)) and runtime == OpenVinoSession.runtime:
             fallbacks[claim] = f"{runtime} computes in float, and leaves out rounding to 16 bits"
         elif any(map(_reads_sixteen_bits, nodes)):
@@ -195,6 +198,11 @@ def _fused(own: list[tuple[str, bool]], nodes: list[Node]) -> str | None:
 def _multiplies(node: Node) -> bool:
     """Tell whether an operator is a product, of which something must be left."""
     return any(name in str(node.target) for name in ("linear", "conv"))
+
+
+def _attends(node: Node) -> bool:
+    """Tell whether a node is attention, which OpenVINO makes one loop of with its products."""
+    return "scaled_dot_product_attention" in str(node.target)
 
 
 def _reads_integers(node: Node) -> bool:

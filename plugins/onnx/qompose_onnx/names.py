@@ -9,6 +9,8 @@ ONNXRUNTIME: Final = "onnxruntime"
 OPENVINO: Final = "openvino"
 TENSORRT: Final = "tensorrt"
 """Also the option of the rules for TensorRT."""
+ATTENTION: Final = "attention"
+"""The option of the rule for attention."""
 
 MOVED: Final = "moves integers"
 """What an operator does that is left as it is and reads integers."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from qompose.backend import Kernel, Region, Rule, TensorConstraint, kit
 
-from qompose_onnx import guards
+from qompose_onnx import attention, guards
 from qompose_onnx.configs import GROUP_SIZES
 from qompose_onnx.names import (
     MOVED,
@@ -185,6 +185,7 @@ def _moves() -> Iterator[Rule]:
         kernels=lambda name, _: _kernels(*(["QLinearConcat"] if name == "cat" else []), MOVED),
         only=only,
         carries=only - {"cat"},
+        guard=dict.fromkeys(only, (guards.not_of_heads,)),
     )
 
 
@@ -223,6 +224,7 @@ _SIXTEEN_BITS: Final = tuple(
 RULES: Final[tuple[Rule, ...]] = (
     *_TENSORRT,
     *_STATIC,
+    attention.RULE,
     *_SIXTEEN_BITS,
     _linear("linear_dynamic", "dynamic", _DYNAMIC, DYNAMIC),
     _linear("linear_weight_only", "weight-only", _WEIGHT_ONLY, {"weight": WEIGHT}),

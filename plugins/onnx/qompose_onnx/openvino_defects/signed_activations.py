@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qompose_onnx.heads import is_multiplied
 from qompose_onnx.initializers import added_constant, graph_of
 
 
@@ -34,6 +35,8 @@ def _signed(model: ir.Model) -> Iterator[ir.Node]:
     fixed = _constants(model)
     for node in model.graph.all_nodes():
         if node.op_type != "QuantizeLinear" or node.outputs[0].dtype is not ir.DataType.INT8:
+            continue
+        if is_multiplied(node.outputs[0]):  # attention, of which OpenVINO is right
             continue
         is_known = _zero_point(node) is None or _signed_zeros(node) is not None
         if is_known and node.inputs[0] not in fixed and any(_dequantizers(node)):

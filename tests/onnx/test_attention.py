@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention whose queries and keys are int8: one operator of integers in OpenVINO, and right everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+import torch.nn.functional as F
+from qompose.backend import load_backend
+from qompose.errors import ConfigError
+from qompose_onnx import get_onnx_quantization_config as config
+from torch import Tensor, nn
+
+from tests.onnx.models import sqnr
+
+
+class Attention(nn.Module):
+    """Self-attention of four heads, with a mask or without."""
+
+    def __init__(self, *, masked: bool = False) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.value, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            each(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def quantized(target: str, *, masked: bool = False, **options: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    batches = [(torch.randn(3, 16, 32),) for _ in range(4)]
+    quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(**options))
+    result = qompose.quantize(
+        Attention(masked=masked).eval(), batches[0], backends=quantizer, calibration=batches,
+        target=target, progress=False,
+    )  # fmt: skip
+    return result, torch.randn(3, 16, 32)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_queries_and_keys_are_integers(target: str, masked: bool) -> None:
+    pytest.importorskip(target)
+    result, x = quantized(target, masked=masked, attention=True)
+    with torch.no_grad():
+        assert sqnr(result.converted(x), result.model(x)) > 40
+    (row,) = (row for row in result.report.rows if "attention" in row.name)
+    assert row.state == "int8 kernel"
+    assert all(row.state == "int8 kernel" for row in result.report.rows if "linear" in row.name)
+
+
+def test_they_stay_in_float_where_nobody_asks() -> None:
+    pytest.importorskip("onnxruntime")
+    result, _ = quantized("onnxruntime")
+    (row,) = (row for row in result.report.rows if "attention" in row.name)
+    assert row.state == "float"
+
+
+@pytest.mark.parametrize("other", ["tensorrt", "is_dynamic", "weight_only", "is_qat"])
+def test_what_it_cannot_be_combined_with_is_refused(other: str) -> None:
+    with pytest.raises(ConfigError):
+        config(attention=True, **{other: True})
