@@ -59,6 +59,17 @@ def test_queries_and_keys_are_integers(target: str, masked: bool) -> None:
     assert all(row.state == "int8 kernel" for row in result.report.rows if "linear" in row.name)
 
 
+def test_linears_of_openvino_return_them() -> None:
+    pytest.importorskip("openvino")
+    result, _ = quantized("openvino", attention=True)
+    given = [
+        facts["outputPrecisions"].astype(str)
+        for node in result.model.load().compiled.get_runtime_model().get_ordered_ops()
+        if (facts := node.get_rt_info())["layerType"].astype(str) == "FullyConnected"
+    ]
+    assert sorted(given) == ["f32", "f32", "i8", "i8"]
+
+
 def test_they_stay_in_float_where_nobody_asks() -> None:
     pytest.importorskip("onnxruntime")
     result, _ = quantized("onnxruntime")

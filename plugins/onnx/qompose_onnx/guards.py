@@ -35,7 +35,7 @@ def not_after_linear(match: Match) -> str | None:
 
 
 def not_of_heads(match: Match) -> str | None:
-    """Require that not attention alone reads it: its integers are laid out by `qompose_onnx.heads`."""
+    """Require that not attention alone reads it, which has integers of its own."""
     readers = [*match.output.users]
     while readers and all(node.target in _LAYOUTS for node in readers):
         readers = [user for node in readers for user in node.users]

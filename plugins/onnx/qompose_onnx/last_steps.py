@@ -19,7 +19,7 @@ from qompose.backend import (
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from qompose_onnx import heads, openvino_defects, tensorrt
+from qompose_onnx import openvino_defects, tensorrt
 from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
@@ -107,7 +107,6 @@ def _finish_onnx_runtime(module: GraphModule, signature: CallSignature) -> Finis
 def _finish_openvino(module: GraphModule, signature: CallSignature) -> Finished:
     """Make the file, load it, and say what OpenVINO executes."""
     made = _program(module, signature, OPENVINO)
-    heads.settle(made.program.model)
     openvino_defects.settle(made.program.model)
     return _loaded(made, in_openvino, OPENVINO_INT8)
 

@@ -10,13 +10,14 @@ computes what int8 stands for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
 
-from qompose_onnx.heads import is_multiplied
 from qompose_onnx.initializers import added_constant, graph_of
+
+MOVES: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 
 
 def settle(model: ir.Model) -> bool:
@@ -36,11 +37,28 @@ def _signed(model: ir.Model) -> Iterator[ir.Node]:
     for node in model.graph.all_nodes():
         if node.op_type != "QuantizeLinear" or node.outputs[0].dtype is not ir.DataType.INT8:
             continue
-        if is_multiplied(node.outputs[0]):  # attention, of which OpenVINO is right
+        if _is_multiplied(node.outputs[0]):  # attention, of which OpenVINO is right
             continue
         is_known = _zero_point(node) is None or _signed_zeros(node) is not None
         if is_known and node.inputs[0] not in fixed and any(_dequantizers(node)):
             yield node
+
+
+def _is_multiplied(integers: ir.Value) -> bool:
+    """Tell whether integers are those of an activation that another one is multiplied by."""
+    readers = [use.node for use in integers.uses()]
+    while readers and all(node.op_type in ("DequantizeLinear", *MOVES) for node in readers):
+        readers = [use.node for node in readers for use in node.outputs[0].uses()]
+    return bool(readers) and all(
+        node.op_type == "MatMul" and not any(map(_is_weight, node.inputs)) for node in readers
+    )
+
+
+def _is_weight(value: Any) -> bool:
+    node = value.producer()
+    while node is not None and node.op_type in ("QuantizeLinear", "DequantizeLinear", *MOVES):
+        value, node = node.inputs[0], node.inputs[0].producer()
+    return bool(value.is_initializer())
 
 
 def _constants(model: ir.Model) -> set[ir.Value | None]:
