@@ -68,6 +68,8 @@ def test_linears_of_openvino_return_them() -> None:
         if (facts := node.get_rt_info())["layerType"].astype(str) == "FullyConnected"
     ]
     assert sorted(given) == ["f32", "f32", "i8", "i8"]
+    kinds = [node.op_type for node in result.model.model.graph]
+    assert kinds.count("QuantizeLinear") == 4  # of the input, queries, keys, and what heads give
 
 
 def test_they_stay_in_float_where_nobody_asks() -> None:

@@ -35,14 +35,19 @@ def not_after_linear(match: Match) -> str | None:
 
 
 def not_of_heads(match: Match) -> str | None:
-    """Require that not attention alone reads it, which has integers of its own."""
-    readers = [*match.output.users]
+    """Require that it lays out neither attention's result nor what attention alone reads.
+
+    OpenVINO makes an operator of each pair between moves whose zero point is not 0.
+    """
+    attention = aten.scaled_dot_product_attention.default
+    readers, source = [*match.output.users], match.output
+    while source.target in _LAYOUTS:
+        source = source.all_input_nodes[0]
     while readers and all(node.target in _LAYOUTS for node in readers):
         readers = [user for node in readers for user in node.users]
-    attention = aten.scaled_dot_product_attention.default
-    if not readers or any(node.target is not attention for node in readers):
-        return None
-    return "it lays out what attention reads"
+    if source.target is attention or {node.target for node in readers} == {attention}:
+        return "it lays out what attention reads or gives"
+    return None
 
 
 def plain_average(match: Match) -> str | None:
