@@ -49,7 +49,7 @@ def get_onnx_quantization_config(
             processor. A file for processors with VNNI may have 8 wherever it is made.
         symmetric_activations: whether zero points of static activations are 0 (of uint8: 128).
         attention: queries and keys are int8, too, which OpenVINO multiplies as integers: MiniLM takes 0.96
-            of the time, and loses 0.4 dB.
+            of the time, and loses 0.2 dB.
         tensorrt: what TensorRT reads: static int8 with zero points of 0, biases in float. Lower for the
             target "tensorrt", which checks files against TensorRT's documented rules; it has never run one.
         options: those of `qompose.backend.kit.ConfigOptions`. Dynamic activations are uint8, and groups are
