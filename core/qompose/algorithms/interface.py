@@ -233,9 +233,24 @@ def check_qparams(chosen: object, given: QParams, spec: object) -> None:
     scale = chosen.scale.float()  # as kernels do, which may take what is not normal for zero
     if not bool((scale.isfinite() & (scale >= _TINY)).all()):
         raise ValueError(f"scale must be positive, finite and at least {_TINY:.3g}")
-    is_symmetric = getattr(spec, "qscheme", None) in SYMMETRIC
-    if is_symmetric and not torch.equal(chosen.zero_point, given.zero_point):
+    _check_zero_points(chosen, given, spec)
+    for name in ("low", "high", "dtype", "axis", "blocks"):
+        if (value := getattr(chosen, name)) != (wanted := getattr(given, name)):
+            raise ValueError(f"{name} must stay {wanted}, got {value}")
+
+
+def _check_zero_points(chosen: QParams, given: QParams, spec: object) -> None:
+    """Check zero points that differ from those of before: kernels store them like integers."""
+    zeros = chosen.zero_point
+    if torch.equal(zeros, given.zero_point):
+        return
+    if getattr(spec, "qscheme", None) in SYMMETRIC:
         raise ValueError("the zero points of a symmetrically quantized tensor cannot be changed")
+    if zeros.is_floating_point():
+        if not bool(zeros.isfinite().all()):
+            raise ValueError("zero_point must be finite")
+    elif not (given.low <= int(zeros.min()) and int(zeros.max()) <= given.high):
+        raise ValueError(f"zero_point must be within [{given.low}, {given.high}]")
 
 
 def check_integers(integers: object, q: QParams, shape: torch.Size) -> None:
@@ -305,7 +320,7 @@ def _checked(found: Calibrated, *, groups: bool) -> Iterator[None]:
         if name not in parameters or value is not parameters[name]:
             _check_parameter(found, name, value)
             found.parameters[name] = own_copy(value)  # whoever gave it may write to it again
-    for number in {**found.qparams, **found.integers} if groups else ():
+    for number in {**qparams, **found.qparams, **found.integers} if groups else ():
         now = found.qparams.get(number), found.integers.get(number)
         if now[0] is not qparams.get(number) or now[1] is not integers.get(number):
             _check_group(found, number, qparams.get(number))

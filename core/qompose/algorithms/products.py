@@ -127,6 +127,9 @@ def change_products(
 
     Args:
         change: changes one product and says what that does, or raises `NotChanged`.
+
+    Raises:
+        TypeError: it says nothing.
     """
     unknown = list[str]()
     for number, claim in enumerate(found.plan.claims):
@@ -135,7 +138,7 @@ def change_products(
         where = product_node(claim, found.nodes) or found.nodes[claim.anchor]
         with noted(found, algorithm, where) as effect:
             try:
-                effect.append(change(operands_of(found, number), claim))
+                effect.append(_said(change(operands_of(found, number), claim)))
             except NotChanged as reason:
                 if algorithm.is_asked(claim):
                     raise
@@ -144,6 +147,15 @@ def change_products(
         found.refused.append(
             f"{algorithm} was not applied to {len(unknown)} of the layers: {unknown[0]}"
         )
+
+
+def _said(effect: object) -> str:
+    """Return what a change says that it did."""
+    if not isinstance(effect, str) or not effect:
+        raise TypeError(
+            f"`change` must return what it did, for the report, or raise NotChanged; got {effect!r}"
+        )
+    return effect
 
 
 @contextmanager
@@ -473,8 +485,8 @@ def set_scales(found: Calibrated, product: Operands, scale: Tensor, zero_point: 
         NotChanged: the weight is not quantized, its parameters are not known here, or its integers have
             been chosen already.
         TypeError: they are no tensors, or integers in place of floats, or floats of integers.
-        ValueError: they are of other shapes, a scale is not a positive, finite and normal number, or the zero
-            points of a symmetric weight differ from those of its scheme.
+        ValueError: they are of other shapes, a scale is not a positive, finite and normal number, a zero
+            point is out of the integers' bounds, or one of a symmetric weight is not its scheme's.
     """
     number, q = weight_group(found, product)
     if number in found.integers:

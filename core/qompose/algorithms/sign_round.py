@@ -40,7 +40,7 @@ from qompose.algorithms.products import (
     weight_group,
     weight_of,
 )
-from qompose.errors import ConfigError, is_kind
+from qompose.errors import ConfigError, is_kind, kind_faults
 from qompose.observers.auto_range import FEWEST_EXAMPLES, in_unit, unit_of
 from qompose.spec.algorithm_choice import GPTQ, GPTQ_SEQUENTIAL as SEQUENTIAL, SIGN_ROUND as WORD
 from qompose.spec.claim import Claim
@@ -67,7 +67,7 @@ class SignRound(Algorithm):
         ranges: whether scales are trained, too, those of groups and channels on which nothing else depends.
 
     Raises:
-        ConfigError: `iterations` is not a positive integer.
+        ConfigError: `iterations` is not a positive integer, or `ranges` no bool.
     """
 
     word: ClassVar[str] = WORD
@@ -79,6 +79,8 @@ class SignRound(Algorithm):
             raise ConfigError(
                 f"SignRound option iterations must be a positive integer, got {self.iterations!r}"
             )
+        for fault in kind_faults(self, {"ranges": bool}):
+            raise ConfigError(f"SignRound option {fault}")
 
     def learns(self, claim: Claim) -> Part | None:
         return "block"

@@ -24,7 +24,13 @@ from qompose.algorithms import (
 )
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import Factors
-from qompose.algorithms.interface import Algorithm, Rewritten, Watched, check_algorithm
+from qompose.algorithms.interface import (
+    Algorithm,
+    Rewritten,
+    Watched,
+    check_algorithm,
+    check_qparams,
+)
 from qompose.backend.discovery import algorithms
 from qompose.cli.inspection import check_apart
 from qompose.cli.main import main
@@ -34,10 +40,11 @@ from qompose.observers.channel_ranges import INPUT, Balance
 from qompose.plan.plan import Group, Rewrite
 from qompose.program.graph import get_attribute
 from qompose.spec.claim import Claim
+from qompose.spec.qdq import QParams
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import LINEAR, STATIC, Model, export, nodes_calling, prepare, toy
+from tests.core.toy import LINEAR, STATIC, WEIGHT, Model, export, nodes_calling, prepare, toy
 
 LINEAR_OP = torch.ops.aten.linear.default
 
@@ -134,7 +141,9 @@ def converted(*algorithms: Any, **of_modules: Any) -> GraphModule:
     "other",
     [lambda q: 3, lambda q: replace(q, scale=q.scale * torch.nan), lambda q: replace(q, scale=-q.scale),
      lambda q: replace(q, scale=q.scale.repeat(2)), lambda q: replace(q, zero_point=q.zero_point[:1]),
-     lambda q: replace(q, zero_point=q.zero_point + 1)],
+     lambda q: replace(q, zero_point=q.zero_point + 1), lambda q: replace(q, low=q.low - 1),
+     lambda q: replace(q, high=q.high + 1), lambda q: replace(q, dtype=torch.int16),
+     lambda q: replace(q, axis=1), lambda q: replace(q, axis=None, blocks=True)],
 )  # fmt: skip
 def test_parameters_that_cannot_be_are_the_algorithms_fault(other: Any) -> None:
     class Wrong(Algorithm):
@@ -237,6 +246,23 @@ def test_integers_that_cannot_be_are_named(step: str, other: Any) -> None:
 def test_scales_that_are_written_in_place_are_checked() -> None:
     with pytest.raises(CalibrationError, match="_0_weight"):
         converted(wrong("correct", lambda found: first(found)[2].scale.zero_()))
+
+
+@pytest.mark.parametrize("step", ["learn", "correct"])
+def test_parameters_of_a_weight_cannot_be_taken_away(step: str) -> None:
+    assert "_0_weight" in blamed(step, lambda found, *_: found.qparams.clear())
+
+
+def test_zero_points_are_integers_that_a_weight_can_have() -> None:
+    given = QParams(torch.ones(2), torch.tensor([0, 3]), -8, 7, torch.int8, 0)
+    spec = replace(WEIGHT, qscheme=torch.per_channel_affine)
+    check_qparams(replace(given, zero_point=torch.tensor([-8, 7])), given, spec)
+    for other in (torch.tensor([8, 0]), torch.tensor([0, -9])):
+        with pytest.raises(ValueError, match=r"zero.point"):
+            check_qparams(replace(given, zero_point=other), given, spec)
+    floats = replace(given, zero_point=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"zero.point"):
+        check_qparams(replace(floats, zero_point=torch.tensor([0.5, torch.nan])), floats, spec)
 
 
 def test_parameters_that_were_set_are_a_copy() -> None:
@@ -358,6 +384,16 @@ def test_zero_points_of_symmetric_weights_stay() -> None:
 def test_scales_are_not_changed_under_integers_that_were_chosen() -> None:
     notes = qompose.report(converted(Scaling(late=True))).notes
     assert sum("scaling with late True was not applied" in note for note in notes) == 2
+
+
+@pytest.mark.parametrize("said", [None, "", 3])
+def test_a_change_that_says_nothing_is_an_error(said: Any) -> None:
+    def correct(found: Calibrated) -> None:
+        change_products(found, algorithm, lambda product, claim: said)
+
+    algorithm = type("Wrong", (Algorithm,), {"word": "wrong", "correct": lambda _, f: correct(f)})()
+    with pytest.raises(MemberError, match=repr(said)):
+        converted(algorithm)
 
 
 def test_an_algorithm_that_reports_nothing_is_named() -> None:

@@ -97,6 +97,8 @@ def test_options_of_sign_round_are_kept() -> None:
     assert config_from_json(json.loads(json.dumps(data))) == config
     with pytest.raises(ConfigError, match="iterations"):
         SignRound(iterations=0)
+    with pytest.raises(ConfigError, match="ranges"):
+        SignRound(ranges="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind, word", [(GPTQ, "gptq"), (SequentialGPTQ, "gptq_sequential")])
