@@ -37,6 +37,13 @@ METHODS = {
 }
 """By what is timed, the methods that an engine makes; the last of them is run, after the others."""
 VOCABULARY = 8000
+OPTIONS: dict[str, dict[str, Any]] = {
+    "8": {"weight_only": True},
+    "4": {"weight_only": True, "group_size": 32},
+    "dynamic 8": {"is_dynamic": True},
+    "dynamic 8x4": {"is_dynamic": True, "group_size": 32},
+}
+"""Of XNNPACK's configurations, by mode."""
 Run = Callable[[Tensor, Tensor], Tensor]
 """Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
 
@@ -108,19 +115,35 @@ def x86(
     return make
 
 
-def _executorch(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+def _xnnpack(
+    mode: str, target: str
+) -> Callable[[int, dict[str, int]], tuple[dict[str, Run], dict[str, Any]]]:
+    def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+        import qompose
+        from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+        from qompose_xnnpack import (
+            XNNPACKQuantizer,
+            get_symmetric_quantization_config as config,
+        )
+
+        weights = config(is_per_channel=True, algorithms=(), **OPTIONS[mode])
+        table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+        quantizer = qompose.compose(table, XNNPACKQuantizer().set_global(weights))
+        converted = qompose.convert_pt2e(qompose.prepare_pt2e(programs(cache, lengths), quantizer))
+        if target == "executorch":
+            return _on_executorch(converted)
+        lowered = qompose.lower(converted)
+        size = qompose.report(next(reversed(lowered.values()))).bytes_after
+        return _named(lowered), {"bytes": size, "converted": _named(converted)}
+
+    return make
+
+
+def _on_executorch(converted: Any) -> tuple[dict[str, Run], dict[str, Any]]:
     import qompose
-    from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
-    from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
     from runtime_engines import take_threads
 
     take_threads(torch.get_num_threads())
-    weights = get_symmetric_quantization_config(
-        is_per_channel=True, is_dynamic=True, group_size=32, algorithms=()
-    )
-    table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
-    quantizer = qompose.compose(table, XNNPACKQuantizer().set_global(weights))
-    converted = qompose.convert_pt2e(qompose.prepare_pt2e(programs(cache, lengths), quantizer))
     program = qompose.lower(converted, target="executorch")
     parts = {name: method.delegation for name, method in program.methods.items()}
     counts = {n: (len(part.delegates), len(part.portable)) for n, part in parts.items()}
@@ -255,7 +278,11 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
         for mode in ("8", "4", "4 with cache 8", "cache 8", "dynamic 8", "dynamic 8x4")
         for form, compiled in (("", ""), (", compiled", "default"), (", package", "package"))
     },
-    "ExecuTorch dynamic 8x4": _executorch,
+    **{
+        f"{name} {mode}": _xnnpack(mode, target)
+        for name, target in (("XNNPACK", "torch"), ("ExecuTorch", "executorch"))
+        for mode in OPTIONS
+    },
     "OpenVINO int4": _openvino,
     "ONNX Runtime int4": _onnxruntime,
     LLAMA_CPP: partial(_llama_cpp, four_bits=True),

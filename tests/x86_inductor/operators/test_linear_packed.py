@@ -131,6 +131,22 @@ def test_rows_do_not_depend_on_each_other(rows: Rows, form: str) -> None:
         assert_exact(result, x, linear)
 
 
+@pytest.mark.parametrize("rows", [Rows.SYMMETRIC, Rows.AFFINE])
+@pytest.mark.parametrize(
+    ("bits", "farthest"), [(4, 0), (4, 8), (4, 16), (4, 17), (4, 128), (8, 0), (8, 128)]
+)
+def test_many_rows_are_those_of_few_bit_by_bit(rows: Rows, bits: int, farthest: int) -> None:
+    """Whatever zero points there are: sums of integers are exact, and groups are added in their order."""
+    linear = a_linear(bits, 53, 96, 32, rows, zeros=farthest > 0, bias=True)
+    points = linear.tensors[2]
+    if points is not None:
+        points.random_(-farthest, farthest)
+        points.view(-1)[:2] = torch.tensor([-farthest, min(farthest, 127)])
+    x = torch.randn(47, 96) + torch.arange(-2.0, 2.7, 0.1)[:47, None]
+    few = torch.cat([OPERATOR(*linear.arguments(part)) for part in x.split(3)])
+    assert torch.equal(OPERATOR(*linear.arguments(x)), few)
+
+
 @every_row
 @every_form
 @pytest.mark.parametrize("count", [3, 40])
