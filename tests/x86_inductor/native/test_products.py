@@ -194,6 +194,17 @@ def sums_of(
     return x, *constants, None, sizes.flat(), [*ends]
 
 
+@pytest.mark.parametrize("depthwise", [False, True])
+def test_a_stride_far_beyond_the_image_takes_no_memory(
+    native: Run, isa: Isa, depthwise: bool
+) -> None:
+    x = torch.randint(0, 256, (2, 4, 5, 7), dtype=torch.uint8)
+    arguments = [*sums_of(x, a_weight(7, 7, (3, 3), depthwise), isa, depthwise=depthwise)]
+    arguments[7] = ProductSizes.read(arguments[7])._replace(stride=(1, 1 << 40)).flat()
+    got = native(products.DEPTHWISE if depthwise else products.PRODUCT, *arguments)
+    assert torch.equal(got, products.reference(*arguments, depthwise=depthwise))
+
+
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize(
     ("depth", "channels", "taps"), [(4096, 65, 1), (64, 64, 3), (3, 16, 7), (64, 64, -3)]

@@ -78,7 +78,7 @@ struct Columns {
   static constexpr int64_t PIXELS = 24;
 
   explicit Columns(const Image& g)
-      : fours((g.kh + 3) / 4), count((PIXELS - 1) * g.sw + (g.kw - 1) * g.dw + 1) {}
+      : fours((g.kh + 3) / 4), count((std::min(PIXELS, g.ow) - 1) * g.sw + (g.kw - 1) * g.dw + 1) {}
   int64_t bytes() const { return count * fours * 4 * CHANNELS; }
 
   const int64_t fours, count;
