@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_nothing_is_laid_out_anew_between_linears(
         assert sqnr(converted(x), program(x)) > 45
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 1), (1, 5, 32)])
+def test_constants_along_other_dimensions(shape: tuple[int, ...]) -> None:
+    model = Two(lambda y: F.gelu(y) * model.given + 0.5)
+    model.register_buffer("given", torch.linspace(0.5, 2, math.prod(shape)).reshape(shape))
+    program, converted, x = lowered(model, "onnxruntime")
+    with torch.no_grad():
+        assert sqnr(converted(x), program(x)) > 45
+
+
+def test_an_exponent_with_dimensions_of_one() -> None:
+    model = Two(lambda y: F.gelu(y) ** model.given)
+    model.register_buffer("given", torch.full((1, 1, 1), 2.0))
+    program, converted, x = lowered(model, "onnxruntime")
+    assert kinds(program).count("Reshape") == 2
+    with torch.no_grad():
+        assert sqnr(converted(x), program(x)) > 45
+
+
 def test_what_is_quantized_at_once_stays_fused() -> None:
     program, converted, x = lowered(Two(lambda y: torch.sigmoid(y) * y), "onnxruntime")
     with torch.no_grad():
@@ -113,4 +132,20 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     program, converted, x = lowered(Attention(), "onnxruntime")
     assert "Where" not in kinds(program)
     with torch.no_grad():
+        assert sqnr(converted(x), program(x)) > 45
+
+
+def test_a_mask_that_broadcasts_what_it_hides_nothing_of_stays() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.register_buffer("mask", torch.ones(4, 1, 1, 1, dtype=torch.bool))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(self.mask, self.inner(x), 0.0)
+
+    program, converted, x = lowered(Chosen(), "onnxruntime")
+    with torch.no_grad():
+        assert program(x).shape == converted(x).shape == (4, 3, 5, 16)
         assert sqnr(converted(x), program(x)) > 45

@@ -620,7 +620,7 @@ class _QDQInserter:
         example = value_of(value)
         if example.dtype is not torch.float16 or self._has_no_rules(number):
             return value
-        return _cast_to(value, torch.float32, reader, example)
+        return _in_type(value, torch.float32, reader, example)
 
     def _cast(self, observed: Observed, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""
@@ -715,10 +715,17 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
 def _cast_to(
     value: Node, dtype: torch.dtype, like: Node, example: Any, to: Callable[..., Any] = _to
 ) -> Node:
-    """Insert a cast, tagged as one that the program did not have."""
+    """Insert a cast, tagged as one that a specification asked for."""
+    cast = _in_type(value, dtype, like, example, to)
+    tag(cast, **{CAST_TAG: True})
+    return cast
+
+
+def _in_type(
+    value: Node, dtype: torch.dtype, like: Node, example: Any, to: Callable[..., Any] = _to
+) -> Node:
     cast = _call(to, (value, dtype), like, example.to(dtype))
     give_source(value, cast)
-    tag(cast, **{CAST_TAG: True})
     return cast
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 def settle(model: ir.Model) -> None:
-    """Let what reads a choice by a constant that is always true read what it chooses, in place."""
+    """Remove each Where whose mask is a constant of True, in place."""
     for node in [*model.graph.all_nodes()]:
         if node.op_type == "Where" and not node.outputs[0].is_graph_output() and _keeps_all(node):
             ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[1])
@@ -24,4 +24,6 @@ def _keeps_all(node: ir.Node) -> bool:
     shape = None if chosen is None else chosen.shape
     if held is None or shape is None or shape != node.outputs[0].shape:
         return False
+    if any(isinstance(size, ir.SymbolicDim) and size.value is None for size in shape):
+        return False  # two sizes of which nothing is known count as equal
     return bool(held.numpy().all())

@@ -16,23 +16,13 @@ import onnx_ir as ir
 
 from qompose_onnx.initializers import added_constant
 
-OF_ONE: Final = frozenset(
-    {
-        *(
-            "Relu",
-            "LeakyRelu",
-            "Elu",
-            "Selu",
-            "Celu",
-            "Gelu",
-            "Sigmoid",
-            "HardSigmoid",
-            "HardSwish",
-        ),
-        *("Tanh", "Erf", "Exp", "Log", "Sqrt", "Abs", "Neg", "Softplus", "Softsign", "Mish"),
-    }
-)
+OF_ONE: Final = frozenset((
+    "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh",
+    "Erf", "Exp", "Log", "Sqrt", "Abs", "Neg", "Softplus", "Softsign", "Mish",
+))  # fmt: skip
+"""Operators of one value."""
 OF_TWO: Final = frozenset({"Add", "Sub", "Mul", "Div"})
+"""Operators of two, of which one may be a constant: a number, or one for each column."""
 PAIR: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 WITH_NUMBERS: Final = PAIR | {"Clip", "Pow"}
 """Operators of one value, whose other inputs are single numbers here."""
@@ -148,6 +138,6 @@ def _take_out(first: ir.Node, between: _Between) -> None:
 def _rows(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
     """Yield the constants that have leading dimensions of their own, with their places."""
     for place, value in enumerate(node.inputs):
-        held = None if value is None or node.op_type not in OF_TWO else _held(value)
+        held = None if value is None or node.op_type in PAIR else _held(value)
         if held is not None and held.ndim > 1:
             yield place, value

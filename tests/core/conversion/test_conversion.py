@@ -27,7 +27,7 @@ from qompose.observers import (
 from qompose.observers.make_observer import UnitScaleObserver, has_data
 from qompose.observers.value_screening import Screen
 from qompose.program.graph import module_path
-from qompose.program.meta import tag_of
+from qompose.program.meta import CAST_TAG, tag_of
 from qompose.spec import DerivedQuantizationSpec, SharedQuantizationSpec, qdq
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import choose_qparams
@@ -413,14 +413,14 @@ def half_linear(gain: float) -> nn.Linear:
     return model.half()
 
 
-DYNAMIC = activation_spec(torch.int8, -128, 127, is_dynamic=True)
+CHOSEN_EACH_CALL = activation_spec(torch.int8, -128, 127, is_dynamic=True)
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
 @pytest.mark.parametrize("size", [1e-7, 1e-6, 3.7e-6, 1e-5, 1.0, 1.5e4])
 def test_dynamic_tensors_of_halves_keep_their_steps(size: float, symmetric: bool) -> None:
     """torch divides ranges in float16: below 7.6e-6 that gives 0, to 1e-4 far off, above 65,504 infinity."""
-    activation = DYNAMIC
+    activation = CHOSEN_EACH_CALL
     if symmetric:
         activation = replace(activation, qscheme=torch.per_tensor_symmetric)
     model = half_linear(min(1000.0, 1 / size))
@@ -428,6 +428,7 @@ def test_dynamic_tensors_of_halves_keep_their_steps(size: float, symmetric: bool
     config = QuantizationConfig(activation, None, WEIGHT)
     converted = convert(export(model, x), toy(LINEAR, config=config), x)
     assert sqnr(model(x), converted(x)) > 38
+    assert not any(tag_of(node, CAST_TAG) for node in converted.graph.nodes)  # none was asked for
 
 
 def test_halves_of_annotations_alone_are_not_cast_for_their_range() -> None:
@@ -436,7 +437,7 @@ def test_halves_of_annotations_alone_are_not_cast_for_their_range() -> None:
 
     def annotate_node(node: Node) -> None:
         if node.target is torch.ops.aten.linear.default:
-            annotate(node, {node.args[0]: DYNAMIC}, None)
+            annotate(node, {node.args[0]: CHOSEN_EACH_CALL}, None)
 
     converted = convert(export(model, x), Annotator(annotate_node), x)
     (chosen,) = nodes_calling(converted, "choose_qparams")

@@ -4,7 +4,7 @@
 Where a convolution reads what is concatenated and quantized to int8, OpenVINO 2026.4 quantizes before the
 concatenation, and to a few steps alone; and without VNNI a convolution whose input stays int8 is some
 hundredths off. Both without a word. Of uint8, with integers and a zero point that are larger by 128, it
-computes what int8 stands for.
+computes what int8 stands for. Queries and keys of attention it reads rightly, and as int8 alone.
 """
 
 from __future__ import annotations
@@ -37,28 +37,23 @@ def _signed(model: ir.Model) -> Iterator[ir.Node]:
     for node in model.graph.all_nodes():
         if node.op_type != "QuantizeLinear" or node.outputs[0].dtype is not ir.DataType.INT8:
             continue
-        if _is_multiplied(node.outputs[0]):  # attention, of which OpenVINO is right
+        zeros = _signed_zeros(node)
+        is_known = _zero_point(node) is None or zeros is not None
+        symmetric = is_known and (zeros is None or not zeros.any())
+        if symmetric and _is_multiplied(node.outputs[0], fixed):
             continue
-        is_known = _zero_point(node) is None or _signed_zeros(node) is not None
         if is_known and node.inputs[0] not in fixed and any(_dequantizers(node)):
             yield node
 
 
-def _is_multiplied(integers: ir.Value) -> bool:
-    """Tell whether integers are those of an activation that another one is multiplied by."""
+def _is_multiplied(integers: ir.Value, fixed: set[ir.Value | None]) -> bool:
+    """Tell whether integers are multiplied by another activation, as queries by keys, and nothing else."""
     readers = [use.node for use in integers.uses()]
     while readers and all(node.op_type in ("DequantizeLinear", *MOVES) for node in readers):
         readers = [use.node for node in readers for use in node.outputs[0].uses()]
     return bool(readers) and all(
-        node.op_type == "MatMul" and not any(map(_is_weight, node.inputs)) for node in readers
+        node.op_type == "MatMul" and fixed.isdisjoint(node.inputs) for node in readers
     )
-
-
-def _is_weight(value: Any) -> bool:
-    node = value.producer()
-    while node is not None and node.op_type in ("QuantizeLinear", "DequantizeLinear", *MOVES):
-        value, node = node.inputs[0], node.inputs[0].producer()
-    return bool(value.is_initializer())
 
 
 def _constants(model: ir.Model) -> set[ir.Value | None]:

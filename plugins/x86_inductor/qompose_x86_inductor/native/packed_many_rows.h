@@ -94,16 +94,20 @@ void many_rows(const Linear& p, const Rows& rows, int threads) {
 #ifdef __AVX512BW__
 // -- bytes: weights are unpacked once for all rows, as signed bytes less their zero points, and
 // rows become unsigned: what that adds to a sum is the same for all rows.
-constexpr int HIGH = 6;       // rows of a tile: its sums and totals are most of the registers
-constexpr int QUAD = 4;       // bytes that are multiplied together
-constexpr int FARTHEST = 16;  // zero points of four bits from 0, so that two products fit in 16 bits
+constexpr int HIGH = 6;  // rows of a tile: its sums and totals are most of the registers
+constexpr int QUAD = 4;  // bytes that are multiplied together
+// Zero points of four bits from 0: the products of two bytes by two weights less such fit in 16 bits, which
+// holds up to 56, and weights of symmetric groups have none, of others up to 8.
+constexpr int FARTHEST = 16;
 template <int BITS>
 constexpr int64_t MANY = (BITS == 4 ? 2 : 3) * HIGH;  // rows for which unpacking pays
 
+// As in packed_rows.h, and here for all zero points in each call.
 #pragma GCC push_options
 #pragma GCC optimize("O3,tree-loop-vectorize")
 inline bool has_distant_zero_points(const Linear& p) {
-  if (!p.zero_points || p.bits == 8) return p.zero_points;
+  if (!p.zero_points) return false;
+  if (p.bits == 8) return true;  // less any but 0, a weight may be no byte
   int least = 0, most = 0;
   for (int64_t i = 0; i < p.panels() * p.groups() * LANES; ++i) {
     least = std::min<int>(least, p.zero_points[i]);
@@ -239,18 +243,21 @@ void many_rows_of_bytes(const std::vector<Linear>& linears, const Rows& rows, in
               [&](int, int64_t from, int64_t to) {
                 for (int64_t t = from; t < to; ++t) transpose_bytes(any, rows, t * HIGH, &x[t * size]);
               });
-  Scratch scratch(available * Panels::lines(any));
+  const auto pairs_of = [](const Linear& p) { return (p.panels() + PAIR - 1) / PAIR; };
+  const auto threads_of = [&](const Linear& p) {
+    return threads_for(p.rows * p.depth * p.channels, pairs_of(p), available);
+  };
+  int most = 1;
+  for (const Linear& p : linears) most = std::max<int>(most, threads_of(p));
+  const std::unique_ptr<Line[]> scratch(new Line[most * Panels::lines(any)]);
   for (const Linear& p : linears) {
-    const int64_t pairs = (p.panels() + PAIR - 1) / PAIR;
-    in_parallel(threads_for(p.rows * p.depth * p.channels, pairs, available), pairs,
-                [&](int thread, int64_t from, int64_t to) {
-                  const Panels panels(p, &scratch[thread * Panels::lines(p)]);
-                  for (int64_t first = from * PAIR; first < to * PAIR; first += PAIR) {
-                    unpack_bytes<BITS>(p, first, panels);
-                    for (int64_t t = 0; t < tiles; ++t)
-                      byte_tile<BITS>(p, rows, &x[t * size], panels, t * HIGH, first);
-                  }
-                });
+    in_parallel(threads_of(p), pairs_of(p), [&](int thread, int64_t from, int64_t to) {
+      const Panels panels(p, &scratch[thread * Panels::lines(p)]);
+      for (int64_t first = from * PAIR; first < to * PAIR; first += PAIR) {
+        unpack_bytes<BITS>(p, first, panels);
+        for (int64_t t = 0; t < tiles; ++t) byte_tile<BITS>(p, rows, &x[t * size], panels, t * HIGH, first);
+      }
+    });
   }
 }
 #endif
