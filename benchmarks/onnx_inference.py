@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,14 @@ OURS_OPENVINO, NNCF = "ours, OpenVINO", "NNCF, OpenVINO"
 COMPARED = (THEIRS, NNCF)
 
 
-def _ours(work: Workload, path: Path) -> None:
-    import qompose
-
-    result = qompose.quantize(
-        work.module, work.inputs, backends="onnx", calibration=work.calibration, target="onnx",
-        progress=False,
-    )  # fmt: skip
-    result.model.save(path)
-
-
-def _ours_for_openvino(work: Workload, path: Path) -> None:
+def _ours(work: Workload, path: Path, target: str = "onnx", *, attention: bool = False) -> None:
     import qompose
     from qompose_onnx import ONNXQuantizer, get_onnx_quantization_config
 
-    config = get_onnx_quantization_config(attention=True)
+    config = get_onnx_quantization_config(attention=attention)
     result = qompose.quantize(
         work.module, work.inputs, backends=ONNXQuantizer().set_global(config),
-        calibration=work.calibration, target="openvino", progress=False,
+        calibration=work.calibration, target=target, progress=False,
     )  # fmt: skip
     result.model.save(path)
 
@@ -81,7 +72,11 @@ Run = Callable[[Path, Sequence[torch.Tensor], int], Call]
 ENGINES: dict[str, tuple[str, Make, Run]] = {
     OURS: ("ours.onnx", _ours, _in_onnxruntime),
     THEIRS: ("onnxruntime.onnx", onnx_file, _in_onnxruntime),
-    OURS_OPENVINO: ("ours_openvino.onnx", _ours_for_openvino, _in_openvino),
+    OURS_OPENVINO: (
+        "ours_openvino.onnx",
+        partial(_ours, target="openvino", attention=True),
+        _in_openvino,
+    ),
     NNCF: ("nncf.xml", _nncf, _in_openvino),
 }
 """By name, the file of an engine, what makes it, and what runs it."""

@@ -83,6 +83,8 @@ def test_an_exponent_with_dimensions_of_one() -> None:
 
 def test_what_is_quantized_at_once_stays_fused() -> None:
     program, converted, x = lowered(Two(lambda y: torch.sigmoid(y) * y), "onnxruntime")
+    kernels = {row.name: row.kernel for row in qompose.report(program).rows}
+    assert kernels["linear"] == kernels["linear_1"] == "QGemm"
     with torch.no_grad():
         assert sqnr(converted(x), program(x)) > 45
 
