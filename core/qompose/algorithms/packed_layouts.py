@@ -30,6 +30,8 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 _WORD: Final = 32
 _BITS: Final = (2, 4, 8)
+_INTEGERS: Final = ("qweight", "qzeros", "scales")
+_COMPRESSED: Final = ("weight_packed", "weight_scale", "weight_shape")
 _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """By output channel, the field of AWQ's word that it is in."""
 
@@ -132,7 +134,9 @@ def _gptq_layout(config: Mapping[str, Any]) -> Layout:
     _refuse_set(config, "dynamic", "rotation")
     bits, size = _bits(config.get("bits")), _group_size(config.get("group_size", -1))
     decode = partial(_decode_gptq, bits=bits, size=size, less=form == "gptq")
-    return Layout(f"{form} {bits}-bit", bits, ("qweight", "qzeros", "scales"), ("g_idx",), decode)
+    ordered = bool(config.get("desc_act")) and size is not None
+    needed, optional = _split({"g_idx": ordered})
+    return Layout(f"{form} {bits}-bit", bits, (*_INTEGERS, *needed), optional, decode)
 
 
 def _awq_layout(config: Mapping[str, Any]) -> Layout:
@@ -146,11 +150,7 @@ def _awq_layout(config: Mapping[str, Any]) -> Layout:
         raise _NotReadable(f"it has {bits} bits; AWQ's order of fields is known only for 4 bits")
     size = _group_size(config.get("group_size", config.get("q_group_size", -1)))
     decode = partial(_decode_awq, size=size)
-    return Layout("awq gemm 4-bit", 4, ("qweight", "qzeros", "scales"), (), decode)
-
-
-_COMPRESSED: Final = ("weight_packed", "weight_scale", "weight_shape")
-_COMPRESSED_OPTIONAL: Final = ("weight_zero_point", "weight_g_idx")
+    return Layout("awq gemm 4-bit", 4, _INTEGERS, (), decode)
 
 
 def _compressed_layout(config: Mapping[str, Any]) -> Layout:
@@ -161,7 +161,14 @@ def _compressed_layout(config: Mapping[str, Any]) -> Layout:
         raise _NotReadable(f"its config_groups differ in bits: {sorted(found)}; all must be equal")
     (bits,) = found
     name, decode = f"compressed-tensors {bits}-bit", partial(_decode_compressed, bits=bits)
-    return Layout(name, bits, _COMPRESSED, _COMPRESSED_OPTIONAL, decode)
+    weights = [group["weights"] for group in groups]
+    needed, optional = _split(
+        {
+            "weight_zero_point": all(one.get("symmetric") is False for one in weights),
+            "weight_g_idx": all(one.get("actorder") == "group" for one in weights),
+        }
+    )
+    return Layout(name, bits, (*_COMPRESSED, *needed), optional, decode)
 
 
 def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int:
@@ -176,6 +183,12 @@ def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int
     if weights.get("strategy") not in (None, "tensor", "channel", "group"):
         raise _NotReadable(f"its strategy is {weights['strategy']!r}, not tensor, channel or group")
     return _bits(weights.get("num_bits"))
+
+
+def _split(required: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tensors without which a weight would be read wrongly, and the others."""
+    needed = tuple(name for name, needs in required.items() if needs)
+    return needed, tuple(name for name in required if name not in needed)
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,16 @@ def awq(weight: Held) -> dict[str, Tensor]:
     }
 
 
-def compressed(weight: Held, *, group_of_input: Tensor | None = None) -> dict[str, Tensor]:
+def compressed(
+    weight: Held, *, group_of_input: Tensor | None = None, symmetric: bool = True
+) -> dict[str, Tensor]:
+    """Zero points are there unless all are in the middle and the configuration says `symmetric`."""
     found = {
         "weight_packed": words(weight.integers, weight.bits),
         "weight_scale": weight.scale,
         "weight_shape": torch.tensor(weight.integers.shape),
     }
-    if bool((weight.zeros != 2 ** (weight.bits - 1)).any()):
+    if not symmetric or bool((weight.zeros != 2 ** (weight.bits - 1)).any()):
         found["weight_zero_point"] = words(weight.zeros.t(), weight.bits).t().contiguous()
     if group_of_input is not None:
         found["weight_g_idx"] = group_of_input.to(torch.int32)
@@ -120,7 +124,10 @@ LAYOUTS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq": (gptq, gptq_config()),
     "gptq_v2": (lambda w: gptq(w, less=0), gptq_config(checkpoint_format="gptq_v2")),
     "awq": (awq, awq_config()),
-    "compressed-tensors": (compressed, compressed_config({"symmetric": False})),
+    "compressed-tensors": (
+        partial(compressed, symmetric=False),
+        compressed_config({"symmetric": False}),
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tests.core.algorithms.packed import (
     LAYOUTS,
+    Pack,
     awq,
     awq_config,
     compressed,
@@ -178,6 +179,37 @@ def test_a_weight_that_is_not_read_is_named(case: str, tmp_path: Path) -> None:
         checkpoint.load_into(model)
     assert caught.value.names == (name,)
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+LACKING: dict[str, tuple[Pack, dict[str, Any], str]] = {
+    "gptq's order of inputs": (gptq, gptq_config(desc_act=True), "g_idx"),
+    "compressed-tensors' order": (compressed, compressed_config({"actorder": "group"}), "weight_g_idx"),
+    "zero points": (compressed, compressed_config({"symmetric": False}), "weight_zero_point"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_a_tensor_that_the_configuration_promises_is_missed(case: str, tmp_path: Path) -> None:
+    """Without it, groups would be read as consecutive inputs, and zero points as those in the middle."""
+    pack, config, part = LACKING[case]
+    packed = {n: pack(w) for n, w in weights().items()}
+    for tensors in packed.values():
+        tensors.pop(part, None)
+    model = Net()
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(str(write(tmp_path, config, packed, floats()))).load_into(model)
+    assert caught.value.names == ("first",)
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+def test_one_group_of_all_inputs_has_no_order(tmp_path: Path) -> None:
+    packed = {n: gptq(w) for n, w in weights(size=None).items()}
+    for tensors in packed.values():
+        del tensors["g_idx"]
+    config = gptq_config(desc_act=True, group_size=-1)
+    found = Checkpoint(str(write(tmp_path, config, packed))).weight("first")
+    assert torch.equal(found.values(), weights(size=None)["first"].values)
 
 
 REFUSED = {
