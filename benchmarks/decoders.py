@@ -2,7 +2,7 @@
 """Speed, size and accuracy of a language model with a cache and few-bit weights, compared with peers.
 
 LlamaForCausalLM of transformers with random weights: a prompt, then one token at a time. Each engine has
-its own process, and they run in turn. OpenVINO and ONNX Runtime get the cache as inputs and outputs;
+its own process, and they run in turn. ONNX files, ours too, have the cache as inputs and outputs;
 llama.cpp has one of its own, in float16.
 
     python benchmarks/decoders.py              # times, in turn
@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic 8": {"is_dynamic": True},
     "dynamic 8x4": {"is_dynamic": True, "group_size": 32},
 }
-"""Of XNNPACK's configurations, by mode."""
+"""Of configurations of XNNPACK and ONNX, by mode."""
 Run = Callable[[Tensor, Tensor], Tensor]
 """Returns logits (1, T, vocabulary) of tokens (1, T) at positions (T,)."""
 
@@ -82,12 +82,20 @@ def programs(cache: int, lengths: dict[str, int], *, small: bool = False) -> dic
     }
 
 
+def with_table(linears: Any) -> Any:
+    """Compose a quantizer with one that keeps the embedding table in 8 bits."""
+    import qompose
+    from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+
+    table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
+    return qompose.compose(table, linears)
+
+
 def x86(
     mode: str, *, compiled: str = "", small: bool = False
 ) -> Callable[..., tuple[dict[str, Run], dict[str, Any]]]:
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
         import qompose
-        from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
         from qompose_x86_inductor import (
             X86InductorQuantizer,
             get_default_x86_inductor_quantization_config as config,
@@ -100,10 +108,8 @@ def x86(
             "dynamic 8": config(is_dynamic=True, per_token=True, algorithms=()),
             "dynamic 8x4": config(is_dynamic=True, per_token=True, group_size=32, algorithms=()),
         }[mode]  # fmt: skip
-        table = EmbeddingQuantizer().set_global(
-            None if mode == "cache 8" else get_embedding_quantization_config(8)
-        )
-        quantizer = qompose.compose(table, X86InductorQuantizer().set_global(weights))
+        linears = X86InductorQuantizer().set_global(weights)
+        quantizer = linears if mode == "cache 8" else with_table(linears)
         prepared = qompose.prepare_pt2e(programs(cache, lengths, small=small), quantizer)
         converted = qompose.convert_pt2e(prepared)
         lowered = qompose.lower(converted)
@@ -120,15 +126,13 @@ def _xnnpack(
 ) -> Callable[[int, dict[str, int]], tuple[dict[str, Run], dict[str, Any]]]:
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
         import qompose
-        from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
         from qompose_xnnpack import (
             XNNPACKQuantizer,
             get_symmetric_quantization_config as config,
         )
 
         weights = config(is_per_channel=True, algorithms=(), **OPTIONS[mode])
-        table = EmbeddingQuantizer().set_global(get_embedding_quantization_config(8))
-        quantizer = qompose.compose(table, XNNPACKQuantizer().set_global(weights))
+        quantizer = with_table(XNNPACKQuantizer().set_global(weights))
         converted = qompose.convert_pt2e(qompose.prepare_pt2e(programs(cache, lengths), quantizer))
         if target == "executorch":
             return _on_executorch(converted)
@@ -189,23 +193,34 @@ class Functional(nn.Module):
         return [t for layer in self.model.static_cache.layers for t in (layer.keys, layer.values)]
 
 
-def _onnx_files(cache: int, lengths: dict[str, int], folder: Path) -> Iterator[tuple[str, Path]]:
+def _functional(
+    cache: int, lengths: dict[str, int]
+) -> Iterator[tuple[str, Functional, tuple[Tensor, ...]]]:
+    """Yield each method with example inputs."""
     for name, length in lengths.items():
         model = Functional(cache)
-        given = (*example(length), *(torch.zeros_like(t) for t in model.state()))
+        yield name, model, (*example(length), *(torch.zeros_like(t) for t in model.state()))
+
+
+def _onnx_files(cache: int, lengths: dict[str, int], folder: Path) -> Iterator[tuple[str, Path]]:
+    for name, model, given in _functional(cache, lengths):
         with torch.no_grad():
             torch.onnx.export(model, given, folder / f"{name}.onnx", dynamo=True, verbose=False)
         yield name, folder / f"{name}.onnx"
 
 
-def _stateful(call: Callable[[list[Any]], list[Any]], state: list[Any]) -> Run:
+def _stateful(call: Callable[[list[Any]], Any], state: list[Any]) -> Run:
     """Feed what comes out for the cache back into it; `state` is shared by all methods."""
 
     def run(ids: Tensor, place: Tensor) -> Tensor:
         logits, *state[:] = call([ids.numpy(), place.numpy(), *state])
-        return torch.from_numpy(logits)
+        return torch.as_tensor(logits)
 
     return run
+
+
+def _of_tensors(module: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda inputs: module(*map(torch.as_tensor, inputs))
 
 
 def _openvino(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
@@ -259,6 +274,31 @@ def _onnxruntime(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], d
     return runs, {"bytes": size}
 
 
+def _onnx(
+    mode: str, target: str
+) -> Callable[[int, dict[str, int]], tuple[dict[str, Run], dict[str, Any]]]:
+    """Files of the model with its cache as inputs and outputs: they hold no state."""
+
+    def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
+        import qompose
+        from qompose_onnx import ONNXQuantizer, get_onnx_quantization_config as config
+
+        linears = ONNXQuantizer().set_global(config(algorithms=(), **OPTIONS[mode]))
+        quantizer = with_table(linears)
+        converted, runs, size = {}, {}, 0
+        states: list[list[Any]] = [Functional(cache).state() for _ in range(2)]
+        for name, model, given in _functional(cache, lengths):
+            prepared = qompose.prepare_pt2e(torch.export.export(model, given), quantizer)
+            module = qompose.convert_pt2e(prepared)
+            file = qompose.lower(module, target=target)
+            size = file.nbytes
+            converted[name] = _stateful(_of_tensors(module), states[0])
+            runs[name] = _stateful(_of_tensors(file), states[1])
+        return runs, {"bytes": size, "converted": converted}
+
+    return make
+
+
 def _llama_cpp(
     cache: int, lengths: dict[str, int], *, four_bits: bool
 ) -> tuple[dict[str, Run], dict[str, Any]]:
@@ -282,6 +322,11 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
         f"{name} {mode}": _xnnpack(mode, target)
         for name, target in (("XNNPACK", "torch"), ("ExecuTorch", "executorch"))
         for mode in OPTIONS
+    },
+    **{
+        f"onnx {mode}, {name}": _onnx(mode, target)
+        for name, target in (("ONNX Runtime", "onnxruntime"), ("OpenVINO", "openvino"))
+        for mode in ("8", "4", "dynamic 8")
     },
     "OpenVINO int4": _openvino,
     "ONNX Runtime int4": _onnxruntime,
@@ -360,7 +405,8 @@ def facts(engine: str, cache: int) -> dict[str, Any]:
     wanted, actual = generated(_engine("float", "decode", cache)[0], STEPS), generated(runs, STEPS)
     found["sqnr"] = sqnr(wanted, actual)
     if converted is not None:
-        found["to_qdq"] = sqnr(generated(converted, STEPS), actual)
+        simulated = generated(converted, STEPS)
+        found["sqnr_of_qdq"], found["to_qdq"] = sqnr(wanted, simulated), sqnr(simulated, actual)
     return found
 
 
@@ -395,8 +441,8 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 def cells_of_facts(row: Row, rows: Sequence[Row]) -> list[str]:
     """Megabytes, then decibels."""
-    found = (("bytes", 1e-6), ("memory", 1e-6), ("sqnr", 1.0), ("to_qdq", 1.0))
-    return [f"{row.found[name] * by:.1f}" if name in row.found else "" for name, by in found]
+    by = {"bytes": 1e-6, "memory": 1e-6, "sqnr": 1.0, "sqnr_of_qdq": 1.0, "to_qdq": 1.0}
+    return [f"{row.found[name] * n:.1f}" if name in row.found else "" for name, n in by.items()]
 
 
 COMPARISON = Comparison(
@@ -411,7 +457,7 @@ COMPARISON = Comparison(
 )
 OF_FACTS = replace(
     COMPARISON,
-    columns=("bytes, MB", "process, MB", "SQNR to float, dB", "to Q/DQ, dB"),
+    columns=("bytes, MB", "process, MB", "SQNR to float, dB", "of the Q/DQ form", "to it"),
     cells=cells_of_facts,
 )
 
