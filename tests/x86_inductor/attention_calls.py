@@ -124,7 +124,7 @@ def call(
 def agree(
     got: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any
 ) -> None:
-    """Compare with torch's attention of doubles; `others`: whether it is causal, and the scale.
+    """Compare with attention of doubles; `others`: whether it is causal, the scale, and what masks do.
 
     The bound is of some roundings of scores, which are sums of products of float32.
     """
@@ -132,6 +132,6 @@ def agree(
     query, key, value = query.double(), key.double(), value.double()
     wanted = float_attention.reference(query, key, value, exact, *others)
     times = query.shape[1] // key.shape[1]
-    sums = query.abs() @ key.abs().repeat_interleave(times, 1).mT * abs(others[-1])
+    sums = query.abs() @ key.abs().repeat_interleave(times, 1).mT * abs(others[1])
     bound = 2**-22 * (float(sums.max()) + 4) * float(value.abs().max())
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound, equal_nan=True)

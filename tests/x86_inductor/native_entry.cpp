@@ -94,11 +94,14 @@ static Description attention_of(const int64_t* sizes, const void* const* tensors
 }
 
 extern "C" void float_attention(int threads, const int64_t* sizes, const void* const* tensors,
-                                const int64_t* strides, int mask_kind, bool causal, double scale, void* out) {
+                                const int64_t* strides, int mask_kind, bool causal, double scale,
+                                double hidden, bool safe_softmax, void* out) {
   using namespace qompose_x86;
   auto a = attention_of<float, FloatAttention>(sizes, tensors, strides, mask_kind);
   a.causal = causal;
   a.scale = static_cast<float>(scale);
+  a.hidden = static_cast<float>(hidden);
+  a.safe_softmax = safe_softmax;
   attend(a, out, threads);
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose_x86_inductor.inductor import native_attention, native_calls
+from qompose_x86_inductor.inductor import native_attention, native_calls, native_float_attention
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import processor
 from torch import Tensor, nn
@@ -155,9 +156,13 @@ def in_float(**options: Any) -> Callable[..., Tensor]:
     return lambda m, x: m.out(means(m, x, **options))
 
 
-def masked_and_causal(m: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with a mask, and without one, each with a linear behind it."""
-    return m.out(means(m, x, mask)), m.out(means(m, x, is_causal=True, scale=0.1))
+def in_three_ways(m: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Attention with a mask, without one, and written out, each with a linear behind it."""
+    query = m.packed(x)[..., None, :COUNT].transpose(1, 2)
+    scores = query @ query.mT / 3
+    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+    written = (scores.softmax(-1) @ query)[:, 0]
+    return m.out(means(m, x, mask)), m.out(means(m, x, is_causal=True, scale=0.1)), m.out(written)
 
 
 def left_in_float(
@@ -180,7 +185,7 @@ def calls_in_float(model: GraphModule) -> int:
     """Return how many calls of our attention in float a model for the compiler has."""
     targets = [node.target for node in with_prepack_in_graph(model).graph.nodes]
     assert bool(native_calls.options(model))
-    return targets.count(native_attention.attended_in_float)
+    return targets.count(native_float_attention.attended)
 
 
 needs_native = pytest.mark.skipif(
@@ -194,11 +199,11 @@ needs_native = pytest.mark.skipif(
     at_once(itertools.product((False, True), ("default", "package")), (False, "default")),
 )
 def test_attention_in_float(floats: bool, mode: str, tmp_path: Path) -> None:
-    model = left_in_float(masked_and_causal, *inputs(4, 50, floats=floats), dynamic=True)
-    assert calls_in_float(model) == 2
+    model = left_in_float(in_three_ways, *inputs(4, 50, floats=floats), dynamic=True)
+    assert calls_in_float(model) == 3
     path = tmp_path / "model.pt2" if mode == "package" else None
     compiled = qompose.compile_lowered(model, mode, path=path)
-    for part in (0, 1):
+    for part in range(3):
         assert_same(
             lambda *given, part=part: compiled(*given)[part],
             lambda *given, part=part: model(*given)[part],
@@ -218,7 +223,7 @@ def test_causal_attention_in_float_of_one_length(compiled: bool) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("length", [1, native_attention.FEW_QUERIES])
+@pytest.mark.parametrize("length", [1, native_float_attention.FEW_QUERIES])
 def test_few_queries_are_ours(length: int) -> None:
     x = inputs(2, length, floats=True)[0]
     assert calls_in_float(left_in_float(in_float(), x)) == 1
@@ -228,8 +233,8 @@ def test_few_queries_are_ours(length: int) -> None:
 @pytest.mark.parametrize(
     ("length", "options"),
     [
-        (native_attention.FEW_QUERIES + 1, {}),
-        (native_attention.FEWEST_QUERIES - 1, {}),
+        (native_float_attention.FEW_QUERIES + 1, {}),
+        (native_float_attention.FEWEST_QUERIES - 1, {}),
         (60, {"dropout_p": 0.1}),
     ],
     ids=["not so few queries", "not so many queries", "dropout"],

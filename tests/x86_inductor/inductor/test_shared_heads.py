@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.inductor import native_float_attention
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import processor
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def keys_read(graph: GraphModule) -> int:
     (call,) = (
         node
         for node in with_prepack_in_graph(graph).graph.nodes
-        if node.target is native_attention.attended_in_float
+        if node.target is native_float_attention.attended
     )
     return int(call.args[1].meta["val"].shape[1])
 
@@ -70,7 +70,7 @@ def attended(copy_keys: Copy, copy_values: Copy) -> Callable[..., Tensor]:
     return forward
 
 
-@pytest.mark.parametrize("queries", [1, native_attention.FEW_QUERIES, 60])
+@pytest.mark.parametrize("queries", [1, native_float_attention.FEW_QUERIES, 60])
 def test_shared_heads_are_read_as_they_are(queries: int) -> None:
     graph = exported(attended(in_groups, in_groups), queries)
     assert keys_read(graph) == SHARED

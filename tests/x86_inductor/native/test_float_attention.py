@@ -25,10 +25,12 @@ from tests.x86_inductor.attention_calls import (
 
 def run(library: ctypes.CDLL, *arguments: Any, threads: int = 1) -> Tensor:
     """Run the C++ on the arguments of `float_attention.ATTENTION`."""
-    query, key, value, mask, is_causal, scale = arguments
+    query, key, value, mask, is_causal, scale, *others = arguments
+    hidden, safe_softmax = others or (-math.inf, True)
     batch, heads, length, _ = query.shape
     result = torch.full((batch, length, heads, value.shape[3]), 77.0)
-    numbers = (ctypes.c_bool(is_causal), ctypes.c_double(scale))
+    numbers = (ctypes.c_bool(is_causal), ctypes.c_double(scale), ctypes.c_double(hidden))
+    numbers += (ctypes.c_bool(safe_softmax),)
     call(library.float_attention, (query, key, value), mask, result, threads, *numbers)
     return result
 
@@ -40,7 +42,8 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     is_causal = mask is None and draw(st.booleans())
     # torch multiplies what hides later keys, -inf, by the scale: NaN where that is 0.
     scale = 0.3 if is_causal else draw(st.sampled_from([0.0, 0.3, -1.0]))
-    return *tensors, mask, is_causal, scale
+    hidden = draw(st.sampled_from([-math.inf, torch.finfo(torch.float32).min, -1e4, 0.5]))
+    return *tensors, mask, is_causal, scale, hidden, draw(st.booleans())
 
 
 @given(st.data())
@@ -135,7 +138,7 @@ def test_nothing_is_read_behind_a_tensor(library: ctypes.CDLL, width: int) -> No
 
 
 def test_running_it_uncompiled_says_so() -> None:
-    arguments = a_call()
+    arguments = (*a_call(), -math.inf, True)
     with pytest.warns(UserWarning, match="cpp_wrapper"):
         result = float_attention.ATTENTION(*arguments)
     assert torch.equal(result, float_attention.reference(*arguments))

@@ -24,6 +24,7 @@ from qompose_x86_inductor.inductor import (
     late_operators,
     native_attention,
     native_calls,
+    native_float_attention,
     native_recurrent,
 )
 from qompose_x86_inductor.native import cache_attention, processor
@@ -62,8 +63,8 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     for node in result.graph.nodes:
         if node.target is cache_attention.ATTENTION and processor.isa() is None:
             node.target = cache_attention.reference
-        elif native_attention.applies_in_float(node):
-            native_attention.replace_in_float(node)
+        elif attention_found := native_float_attention.found(node):
+            native_float_attention.replace(node, attention_found)
         elif _is_ours(node) and not _calls_native(result, node, packed):
             _decompose(result, node, templated=node not in kept)
     result.graph.lint()

@@ -15,7 +15,7 @@ import torch
 from qompose.backend import arguments_of, stand_for
 from torch import fx
 
-from qompose_x86_inductor.inductor import native_attention
+from qompose_x86_inductor.inductor import float_attention, native_float_attention
 from qompose_x86_inductor.inductor.shared_heads import behind_copies, repeats_heads, value_of
 from qompose_x86_inductor.native import cache_attention, processor
 
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 def found(node: fx.Node) -> tuple[Rows, Rows] | None:
     """Return the keys and values of a call of torch's attention that the C++ computes; else None."""
-    if node.target is not native_attention.IN_FLOAT or processor.isa() is None:
+    if node.target is not float_attention.OPERATOR or processor.isa() is None:
         return None
     arguments = arguments_of(node)
     query, key = (value_of(arguments[name]) for name in ("query", "key"))
@@ -43,19 +43,21 @@ def found(node: fx.Node) -> tuple[Rows, Rows] | None:
     if query.dim() != 4 or query.dtype != torch.float32 or arguments["dropout_p"]:
         return None
     value = value_of(arguments["value"])
-    if value is None or not native_attention.heads_fit(query, key, value, arguments["enable_gqa"]):
+    if value is None or not native_float_attention.heads_fit(
+        query, key, value, arguments["enable_gqa"]
+    ):
         return None
     if keys.integers.meta["val"].shape[1] != values.integers.meta["val"].shape[1]:
         return None
     mask = arguments["attn_mask"]
-    fits = mask is None or native_attention.fits(mask, query, key)
-    few = native_attention.is_few(query.shape[-2], TOO_MANY_QUERIES)
+    fits = mask is None or native_float_attention.fits(mask, query, key)
+    few = native_float_attention.is_few(query.shape[-2], TOO_MANY_QUERIES)
     return (keys, values) if fits and few else None
 
 
 def read_integers(gm: fx.GraphModule) -> None:
     """Let attention read caches of integers in C++, in a lowered graph and in place, where it can."""
-    for node in gm.graph.find_nodes(op="call_function", target=native_attention.IN_FLOAT):
+    for node in gm.graph.find_nodes(op="call_function", target=float_attention.OPERATOR):
         if (rows := found(node)) is not None:
             _replace(node, rows)
 

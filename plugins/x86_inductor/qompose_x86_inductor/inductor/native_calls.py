@@ -18,7 +18,12 @@ from qompose.backend import arguments_of, nodes_in
 from torch import Tensor, fx
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
-from qompose_x86_inductor.inductor import channel_factors, native_attention, native_recurrent
+from qompose_x86_inductor.inductor import (
+    channel_factors,
+    native_attention,
+    native_float_attention,
+    native_recurrent,
+)
 from qompose_x86_inductor.inductor.buffers import registered
 from qompose_x86_inductor.native import (
     attention,
@@ -170,7 +175,7 @@ def _layers(nodes: Iterable[fx.Node]) -> dict[Any, str]:
     targets = {*native_recurrent.OPERATORS, cache_attention.ATTENTION}
     if native_attention.applies():
         targets.add(native_attention.OPERATOR)
-    if not any(n.target in targets or native_attention.applies_in_float(n) for n in nodes):
+    if not any(n.target in targets or native_float_attention.found(n) for n in nodes):
         return {}
     found = {
         **recurrent.DECLARATIONS, float_attention.ATTENTION: float_attention.DECLARATION,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -33,7 +35,7 @@ def without_copies(node: fx.Node, reader: fx.Node) -> fx.Node:
     start, end = value_of(source), value_of(node)
     if not chain or start is None or end is None or start.dim() != 4:
         return node
-    fits = repeats_heads(start, chain, end) and not _is_written_between(chain[0], reader)
+    fits = repeats_heads(start, chain, end) and not is_written_between(chain[0], reader)
     return source if fits else node
 
 
@@ -57,12 +59,13 @@ def repeats_heads(start: Tensor, chain: list[fx.Node], end: Tensor) -> bool:
     return all((value := value_of(n)) is not None and tuple(value.shape) in allowed for n in chain)
 
 
-def _is_written_between(first: fx.Node, last: fx.Node) -> bool:
-    """Return whether an operator between two nodes of a graph may write to a tensor."""
+def is_written_between(first: fx.Node, last: fx.Node, but: Sequence[fx.Node] = ()) -> bool:
+    """Return whether an operator between two nodes of a graph, `but` some, may write to a tensor."""
     node = first
     while node is not last:
         schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and (schema is None or schema.is_mutable):
+        reads = node.target is operator.getitem if schema is None else not schema.is_mutable
+        if node.op == "call_function" and not reads and node not in but:
             return True
         node = node.next
     return False

@@ -67,13 +67,15 @@ AtenTensorHandle attended(Description a, AtenTensorHandle* mask, Kind kind) {
 
 inline AtenTensorHandle call_float_attention(AtenTensorHandle query, AtenTensorHandle key,
                                              AtenTensorHandle value, AtenTensorHandle* mask, bool causal,
-                                             double scale) {
+                                             double scale, double hidden, bool safe_softmax) {
   FloatAttention a = {heads_of(query, key, value, aoti_torch_dtype_float32(), aoti_torch_dtype_float32())};
   a.q = strided<float>(query);
   a.k = strided<float>(key);
   a.v = strided<float>(value);
   a.causal = causal;
   a.scale = static_cast<float>(scale);
+  a.hidden = static_cast<float>(hidden);
+  a.safe_softmax = safe_softmax;
   return attended(a, mask, FLOAT32);
 }
 
@@ -119,9 +121,10 @@ inline AtenTensorHandle call_attention(AtenTensorHandle query, AtenTensorHandle 
 
 extern "C" inline AOTITorchError aoti_torch_cpu_native_float_attention(
     AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle* mask,
-    int32_t causal, double scale, AtenTensorHandle* result) {
+    int32_t causal, double scale, double hidden, int32_t safe_softmax, AtenTensorHandle* result) {
   return qompose_x86::without_exceptions("native_float_attention", [&] {
-    *result = qompose_x86::call_float_attention(query, key, value, mask, causal != 0, scale);
+    *result = qompose_x86::call_float_attention(query, key, value, mask, causal != 0, scale, hidden,
+                                                safe_softmax != 0);
   });
 }
 

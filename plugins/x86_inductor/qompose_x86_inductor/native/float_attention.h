@@ -78,7 +78,8 @@ class RowsOfFloats {
   float weigh(int64_t batch, int64_t head, int64_t row, int r, int64_t used) {
     float* row_scores = scores + r * row_keys;
     const float most = heads.mask_row(row_scores, batch, head, row, used);
-    if (!(most > -INFINITE)) return most == -INFINITE ? 0 : most;
+    if (most == -INFINITE && (heads.safe_softmax || heads.keys == 0)) return 0;
+    if (!(most > -INFINITE)) return std::numeric_limits<float>::quiet_NaN();
     Floats sum = floats(0), some = sum;
     for (int64_t i = 0; i < used; i += LANES) {
       if (i % KEYS_AT_ONCE == 0) sum = add(sum, some), some = floats(0);

@@ -40,6 +40,8 @@ struct Heads {
   MaskKind mask_kind;
   Strided<uint8_t> mask;  // floats, where they are added
   bool causal;
+  float hidden = -INFINITE;  // the score of a key that a mask of bytes hides
+  bool safe_softmax = true;  // a row all of whose scores are -inf is 0; without, it is NaN
 
   int64_t row_keys() const { return rounded_up(keys, 64); }  // of a row of scores in memory
   int64_t rows_at_once() const { return rows_within(1 << 16); }
@@ -50,7 +52,7 @@ struct Heads {
   int64_t keys_until(int64_t end) const { return causal ? std::min(keys, end) : keys; }
 
   // Mask scores of a row, -inf where a key does not count, and return the largest; NaN if the mask makes one
-  // NaN or infinite.
+  // NaN or infinite. What a mask of bytes hides gets `hidden`.
   float mask_row(float* scores, int64_t batch, int64_t head, int64_t row, int64_t used) const {
     const int64_t end = keys_until(row + 1);
     if (mask_kind == ADDED) add_mask(scores, mask.offset(batch, head, row, 0), end);
@@ -76,15 +78,15 @@ struct Heads {
 
   void keep(float* scores, const uint8_t* kept, int64_t end) const {
     const int64_t step = mask.strides[3];
-    const Floats zero = floats(0), hidden = floats(-INFINITE);
+    const Floats zero = floats(0), lowest = floats(hidden);
     if (step == 0 && end > 0 && *kept) return;  // one value for all keys
     if (step == 1)
       for (int64_t i = 0; i < end; i += LANES) {
         const Floats each = to_floats(widened_unsigned(first_lanes(end - i), kept + i));
-        store(scores + i, where(less(zero, each), load(scores + i), hidden));
+        store(scores + i, where(less(zero, each), load(scores + i), lowest));
       }
     else
-      for (int64_t i = 0; i < end; ++i) scores[i] = kept[i * step] ? scores[i] : -INFINITE;
+      for (int64_t i = 0; i < end; ++i) scores[i] = kept[i * step] ? scores[i] : hidden;
   }
 
   static bool all_usable(const float* scores, int64_t used) {
