@@ -133,7 +133,9 @@ def _gptq_layout(config: Mapping[str, Any]) -> Layout:
         )
     _refuse_set(config, "dynamic", "rotation")
     bits, size = _bits(config.get("bits")), _group_size(config.get("group_size", -1))
-    decode = partial(_decode_gptq, bits=bits, size=size, less=form == "gptq")
+    decode = partial(
+        _decode_gptq, bits=bits, size=size, less=form == "gptq", symmetric=config.get("sym") is True
+    )
     ordered = bool(config.get("desc_act")) and size is not None
     needed, optional = _split({"g_idx": ordered})
     return Layout(f"{form} {bits}-bit", bits, (*_INTEGERS, *needed), optional, decode)
@@ -160,8 +162,10 @@ def _compressed_layout(config: Mapping[str, Any]) -> Layout:
     if len(found) != 1:
         raise _NotReadable(f"its config_groups differ in bits: {sorted(found)}; all must be equal")
     (bits,) = found
-    name, decode = f"compressed-tensors {bits}-bit", partial(_decode_compressed, bits=bits)
     weights = [group["weights"] for group in groups]
+    sizes = frozenset(map(_compressed_size, weights))
+    name = f"compressed-tensors {bits}-bit"
+    decode = partial(_decode_compressed, bits=bits, sizes=sizes)
     needed, optional = _split(
         {
             "weight_zero_point": all(one.get("symmetric") is False for one in weights),
@@ -183,6 +187,13 @@ def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int
     if weights.get("strategy") not in (None, "tensor", "channel", "group"):
         raise _NotReadable(f"its strategy is {weights['strategy']!r}, not tensor, channel or group")
     return _bits(weights.get("num_bits"))
+
+
+def _compressed_size(weights: Mapping[str, Any]) -> int | None:
+    """Return the inputs of a group, None where a scale is for a row or for all of them."""
+    if weights.get("strategy") in ("tensor", "channel") or weights.get("group_size") is None:
+        return None
+    return _group_size(weights["group_size"])
 
 
 def _split(required: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -216,7 +227,9 @@ def _group_size(value: object) -> int | None:
     return None if value == -1 else value
 
 
-def _decode_gptq(tensors: Tensors, *, bits: int, size: int | None, less: bool) -> PackedWeight:
+def _decode_gptq(
+    tensors: Tensors, *, bits: int, size: int | None, less: bool, symmetric: bool
+) -> PackedWeight:
     integers, zeros = _fields(tensors, "qweight", bits, 0), _fields(tensors, "qzeros", bits, 1)
     if less and bool((zeros == 2**bits - 1).any()):
         raise _NotReadable(
@@ -224,6 +237,11 @@ def _decode_gptq(tensors: Tensors, *, bits: int, size: int | None, less: bool) -
             f"and others as {2**bits}; save it as 'gptq_v2'"
         )
     zeros = zeros.long() + int(less)
+    if symmetric and bool((zeros != 2 ** (bits - 1)).any()):
+        raise _NotReadable(
+            f"by sym=true zero points are {2 ** (bits - 1)}, and qzeros hold others; set checkpoint_format "
+            "to 'gptq' if they are stored less 1, to 'gptq_v2' if not, or sym=false if they vary"
+        )
     return _weight(
         integers.t(), _scales(tensors, "scales").t(), zeros.t(), bits, size, tensors.get("g_idx")
     )
@@ -234,18 +252,38 @@ def _decode_awq(tensors: Tensors, *, size: int | None) -> PackedWeight:
     return _weight(integers.t(), _scales(tensors, "scales").t(), zeros.t(), 4, size)
 
 
-def _decode_compressed(tensors: Tensors, *, bits: int) -> PackedWeight:
-    shape = tensors["weight_shape"].flatten().tolist()
+def _decode_compressed(
+    tensors: Tensors, *, bits: int, sizes: frozenset[int | None]
+) -> PackedWeight:
+    outputs, inputs = _shape(tensors, "weight_shape")
     packed = _fields(tensors, "weight_packed", bits, 1)
-    if len(shape) != 2 or shape[0] != len(packed) or not 0 <= packed.shape[1] - shape[1] < _WORD:
-        raise _NotReadable(f"weight_shape is {shape}, but weight_packed holds {[*packed.shape]}")
-    integers, scale = packed[:, : shape[1]], _scales(tensors, "weight_scale")
-    scale = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(shape[0], -1)
+    if outputs != len(packed) or not 0 <= packed.shape[1] - inputs < _WORD:
+        raise _NotReadable(
+            f"weight_shape is {[outputs, inputs]}, but weight_packed holds {[*packed.shape]}"
+        )
+    integers, scale = packed[:, :inputs], _scales(tensors, "weight_scale")
+    scale = scale if scale.dim() == 2 else scale.reshape(-1, 1)
+    scale = scale.expand(outputs, -1) if len(scale) == 1 else scale
     zeros = torch.full(scale.shape, 2 ** (bits - 1))
     if "weight_zero_point" in tensors:
-        zeros = _fields(tensors, "weight_zero_point", bits, 0)[: shape[0]]
-    size = shape[1] // scale.shape[1]
+        zeros = _fields(tensors, "weight_zero_point", bits, 0)[:outputs]
+    size = inputs // max(scale.shape[1], 1)
+    if size not in sizes and not (scale.shape[1] == 1 and None in sizes):
+        said = sorted("all" if one is None else f"each {one}" for one in sizes)
+        raise _NotReadable(
+            f"scales have the shape {[*scale.shape]}, and config_groups say one for {' or '.join(said)} of "
+            f"{inputs} inputs"
+        )
     return _weight(integers, scale, zeros, bits, size, tensors.get("weight_g_idx"))
+
+
+def _shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    """Return the two sizes that a tensor of integers holds."""
+    given = tensors[name]
+    if given.dtype not in (torch.int32, torch.int64) or given.numel() != 2:
+        raise _NotReadable(f"{name} must hold two integers, got {given.dtype} {[*given.shape]}")
+    outputs, inputs = given.flatten().tolist()
+    return outputs, inputs
 
 
 def _fields(
@@ -316,12 +354,13 @@ def _order_of_groups(group_of_input: Tensor, size: int, groups: int) -> Tensor:
     Raises:
         _NotReadable: they do not all belong to one, so inputs would have to be permuted at run time.
     """
-    given = group_of_input.flatten().long()
-    if len(given) != size * groups or bool(((given < 0) | (given >= groups)).any()):
+    given = group_of_input.flatten()
+    wrong = given.is_floating_point() or len(given) != size * groups
+    if wrong or bool(((given < 0) | (given >= groups)).any()):
         raise _NotReadable(
             f"g_idx must name one of {groups} groups for each of {size * groups} inputs"
         )
-    blocks = given.view(groups, size)
+    blocks = given.long().view(groups, size)
     if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
         raise _NotReadable(
             "g_idx scatters the inputs of a group (desc_act or actorder='group'), and kernels read groups "

@@ -165,7 +165,20 @@ NOT_READ: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], st
         gptq_config(), lambda t: t.update(qweight=t["qweight"].long()), "first",
     ),
     "no scales": (gptq_config(), lambda t: t.pop("scales"), "first"),
+    "an order in floats": (gptq_config(), lambda t: t.update(g_idx=t["g_idx"].double()), "first"),
+    "zero points of the other format": (
+        gptq_config(sym=True), lambda t: t["qzeros"].fill_(-0x77777778), "first",
+    ),
 }  # fmt: skip
+
+
+def _named_and_nothing_written(folder: Path, name: str) -> None:
+    model = Net()
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(str(folder)).load_into(model)
+    assert caught.value.names == (name,)
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("case", NOT_READ)
@@ -173,12 +186,24 @@ def test_a_weight_that_is_not_read_is_named(case: str, tmp_path: Path) -> None:
     config, change, name = NOT_READ[case]
     packed = {n: gptq(w) for n, w in weights().items()}
     change(packed[name])
-    checkpoint, model = Checkpoint(str(write(tmp_path, config, packed, floats()))), Net()
-    before = {n: v.clone() for n, v in model.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.load_into(model)
-    assert caught.value.names == (name,)
-    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    _named_and_nothing_written(write(tmp_path, config, packed, floats()), name)
+
+
+CUT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "a row of scales": lambda t: t.update(weight_scale=t["weight_scale"][:-1].clone()),
+    "all scales": lambda t: t.update(weight_scale=t["weight_scale"][:, :0].clone()),
+    "scales of every second group": lambda t: t.update(weight_scale=t["weight_scale"][:, :1].clone()),
+    "a shape in floats": lambda t: t.update(weight_shape=t["weight_shape"].double()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_what_is_cut_short_is_named(case: str, tmp_path: Path) -> None:
+    """Half of the scales are those of groups twice as large, which the configuration does not have."""
+    packed = {n: compressed(w) for n, w in weights(symmetric=True).items()}
+    CUT[case](packed["first"])
+    folder = write(tmp_path, compressed_config(), packed, floats())
+    _named_and_nothing_written(folder, "first")
 
 
 LACKING: dict[str, tuple[Pack, dict[str, Any], str]] = {
@@ -195,12 +220,7 @@ def test_a_tensor_that_the_configuration_promises_is_missed(case: str, tmp_path:
     packed = {n: pack(w) for n, w in weights().items()}
     for tensors in packed.values():
         tensors.pop(part, None)
-    model = Net()
-    before = {n: v.clone() for n, v in model.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(str(write(tmp_path, config, packed, floats()))).load_into(model)
-    assert caught.value.names == ("first",)
-    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    _named_and_nothing_written(write(tmp_path, config, packed, floats()), "first")
 
 
 def test_one_group_of_all_inputs_has_no_order(tmp_path: Path) -> None:
