@@ -65,6 +65,11 @@ def added_to(scores: Tensor, hidden: Tensor) -> Tensor:
     return torch.where(hidden, -math.inf, 0.0) + scores
 
 
+def added_twice(scores: Tensor, hidden: Tensor) -> Tensor:
+    near = -torch.arange(LENGTH).float()
+    return near + (scores * 0.4 + torch.where(hidden, torch.finfo(torch.float32).min, 0.0))
+
+
 def filled(scores: Tensor, hidden: Tensor) -> Tensor:
     return (scores * 0.4).masked_fill(hidden, -math.inf)
 
@@ -82,7 +87,8 @@ def unmasked(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "masked", [added, added_in_place, added_to, filled, filled_a_little, chosen, unmasked]
+    "masked",
+    [added, added_in_place, added_to, added_twice, filled, filled_a_little, chosen, unmasked],
 )
 def test_masks_and_scales(masked: Masked) -> None:
     """Rows without a key, and infinite ones, are what they were: a mean of all values, or NaN."""
@@ -157,6 +163,12 @@ def probabilities_are_read(m: Any, x: Tensor) -> Any:
     return weights @ value, weights
 
 
+def three_masks(m: Any, x: Tensor) -> Any:
+    query, key, value = heads_of(m, x)
+    hidden = x[:, None, :, :1] > 0
+    return (added_twice(query @ key.mT, hidden) + hidden.float()).softmax(-1) @ value
+
+
 def softmax_over_queries(m: Any, x: Tensor) -> Any:
     query, key, value = heads_of(m, x)
     return (query @ key.mT).softmax(-2) @ value
@@ -199,7 +211,7 @@ def few_queries(m: Any, x: Tensor) -> Any:
     "forward",
     [
         scores_are_read, probabilities_are_read, softmax_over_queries, sum_of_products,
-        mask_of_more_axes, scale_by_channel, writes_between, heads_of_keys_repeat, few_queries,
+        mask_of_more_axes, three_masks, scale_by_channel, writes_between, heads_of_keys_repeat, few_queries,
     ],
 )  # fmt: skip
 def test_what_stays_as_it_is(forward: Callable[..., Any]) -> None:

@@ -30,12 +30,12 @@ _FILLS: Final = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 
 
 class Mask(NamedTuple):
-    """What changes scores: floats that are added to them, or booleans.
+    """What changes scores: floats that are added to them, of one or two tensors, or booleans.
 
     Where these are false, or true with ``hides``, a score becomes ``hidden``.
     """
 
-    node: fx.Node
+    nodes: tuple[fx.Node, ...]
     hidden: float = -math.inf
     hides: bool = False
 
@@ -77,7 +77,7 @@ def _operator(node: fx.Node) -> FloatAttention | None:
             return None
         scale = 1 / math.sqrt(width)
     operands = (given["query"], given["key"], given["value"])
-    masked = None if mask is None else Mask(mask)
+    masked = None if mask is None else Mask((mask,))
     return FloatAttention(*operands, masked, float(scale), given["is_causal"], given["enable_gqa"])
 
 
@@ -129,24 +129,38 @@ def _mask(way: _Way) -> Mask | None:
     """Step back over what masks scores, if anything does."""
     if node := way.back_over(_FILLS):
         given = arguments_of(node)
-        return Mask(given["mask"], float(given["value"]), hides=True)
+        return Mask((given["mask"],), float(given["value"]), hides=True)
     if node := way.back_over((aten.where.ScalarOther,)):
         given = arguments_of(node)
-        return Mask(given["condition"], float(given["other"]))
+        return Mask((given["condition"],), float(given["other"]))
+    added = [node for node in (_added(way), _added(way)) if node is not None]
+    return Mask(tuple(added)) if added else None
+
+
+def _added(way: _Way) -> fx.Node | None:
+    """Step back over a sum, to the scores; return what it adds to them."""
     for scores, mask in (("self", "other"), ("other", "self")):
         if node := way.back_over(_ADDITIONS, functools.partial(_adds_to, operand=scores), scores):
-            return Mask(arguments_of(node)[mask])
+            found: fx.Node = arguments_of(node)[mask]
+            return found
     return None
 
 
 def _adds_to(node: fx.Node, operand: str) -> bool:
-    """Return whether a sum adds a tensor to an operand that is a product, or a number times one."""
+    """Return whether a sum adds a tensor to an operand that is made of a product."""
     given = arguments_of(node)
-    if not all(isinstance(given[name], fx.Node) for name in ("self", "other")):
+    tensors = all(isinstance(given[name], fx.Node) for name in ("self", "other"))
+    return tensors and given["alpha"] == 1 and _are_scores(given[operand], sums=1)
+
+
+def _are_scores(node: Any, sums: int) -> bool:
+    """Return whether a node is a product, a number times one, or a sum with such, up to so many."""
+    if not isinstance(node, fx.Node):
         return False
-    start = given[operand]
-    inside = arguments_of(start)["self"] if start.target in _FACTORS else start
-    return given["alpha"] == 1 and isinstance(inside, fx.Node) and inside.target in _PRODUCTS
+    if node.target in _ADDITIONS:
+        return sums > 0 and any(_are_scores(each, sums - 1) for each in node.args[:2])
+    inside = arguments_of(node)["self"] if node.target in _FACTORS else node
+    return isinstance(inside, fx.Node) and inside.target in _PRODUCTS
 
 
 def _scale(factor: fx.Node | None) -> float:

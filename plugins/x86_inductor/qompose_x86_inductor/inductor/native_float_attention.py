@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qompose_x86_inductor.inductor import float_attention
-from qompose_x86_inductor.inductor.float_attention import FloatAttention
+from qompose_x86_inductor.inductor.float_attention import FloatAttention, Mask
 from qompose_x86_inductor.inductor.shared_heads import value_of, without_copies
 from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.native.float_attention import ATTENTION
@@ -38,11 +38,9 @@ def found(node: fx.Node) -> FloatAttention | None:
 
 def replace(node: fx.Node, call: FloatAttention) -> None:
     """Let a node compute the attention that was `found` to end there in C++, in place."""
-    mask: Any = None if call.mask is None else call.mask.node
     with node.graph.inserting_before(node):
         key = _upright(call.key) if call.swapped else call.key
-        if call.mask is not None and call.mask.hides:
-            mask = node.graph.call_function(aten.logical_not.default, (mask,))
+        mask = None if call.mask is None else _one_mask(call.mask)
     tensors = (call.query, *_keys_and_values(node, key, call.value), mask)
     hidden = -math.inf if call.mask is None else call.mask.hidden
     node.target, node.kwargs = attended, {}
@@ -69,8 +67,18 @@ def _applies(call: FloatAttention) -> bool:
     if is_few(query.shape[-2]) and not is_few(query.shape[-2], FEW_QUERIES + 1):
         return False
     return heads_fit(query, key, value, call.grouped) and (
-        call.mask is None or fits(call.mask.node, query, key)
+        call.mask is None or all(fits(mask, query, key) for mask in call.mask.nodes)
     )
+
+
+def _one_mask(mask: Mask) -> fx.Node:
+    """Return what is added to scores, or true where they stay."""
+    first, *others = mask.nodes
+    if mask.hides:
+        return first.graph.call_function(aten.logical_not.default, (first,))
+    for other in others:
+        first = first.graph.call_function(aten.add.Tensor, (first, other))
+    return first
 
 
 def _upright(key: fx.Node) -> fx.Node:
