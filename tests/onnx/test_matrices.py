@@ -48,8 +48,12 @@ def lowered(model: nn.Module, target: str, *, is_open: bool = False) -> tuple[An
     return result.model, result.converted, given
 
 
+def nodes(program: Any) -> list[Any]:
+    return [*program.model.graph]
+
+
 def kinds(program: Any) -> list[str]:
-    return [node.op_type for node in program.model.graph]
+    return [node.op_type for node in nodes(program)]
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -59,6 +63,9 @@ def test_nothing_is_laid_out_anew_between_linears(
 ) -> None:
     program, converted, x = lowered(Two(between), "onnxruntime", is_open=is_open)
     assert kinds(program).count("Reshape") == 2  # before the first linear, and behind the second
+    assert all(
+        node.outputs[0].uses() or node.outputs[0].is_graph_output() for node in nodes(program)
+    )
     with torch.no_grad():
         assert sqnr(converted(x), program(x)) > 45
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import DeduplicateInitializersPass
+from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
 from onnxscript.optimizer import fold_constants
 from qompose.backend import CallSignature
 from torch.export import ExportedProgram
@@ -79,6 +79,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         sizes.settle(made.model)
         masks.settle(made.model)
         matrices.settle(made.model)
+        RemoveUnusedNodesPass()(made.model)  # what computed sizes and masks that are gone
         branches.settle(made.model)
         zero_points.settle(made.model)
         _name_outputs(made.model, made.exported_program)

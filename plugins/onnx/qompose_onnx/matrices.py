@@ -29,7 +29,7 @@ WITH_NUMBERS: Final = PAIR | {"Clip", "Pow"}
 
 
 @dataclass
-class _Between:
+class _Stretch:
     """What lies between the reshape of a product and those that make matrices of it again.
 
     Attributes:
@@ -45,9 +45,9 @@ def settle(model: ir.Model) -> None:
     """Take out reshapes behind products that others undo, in place."""
     for node in [*model.graph.all_nodes()]:
         width = _width_of_matrix(node)
-        between = None if width is None else _between(node, width)
-        if between is not None and between.ends and _stays_fused(node, between):
-            _take_out(node, between)
+        stretch = None if width is None else _stretch_behind(node, width)
+        if stretch is not None and stretch.ends and _stays_fused(node, stretch):
+            _take_out(node, stretch)
 
 
 def _width_of_matrix(node: ir.Node) -> int | None:
@@ -64,9 +64,9 @@ def _shape(value: ir.Value | None) -> list[Any]:
     return [] if value is None or value.shape is None else [*value.shape]
 
 
-def _between(first: ir.Node, width: int) -> _Between | None:
+def _stretch_behind(first: ir.Node, width: int) -> _Stretch | None:
     """Return what is between a reshape and others, None where something else reads of it."""
-    values, found = [first.outputs[0]], _Between([], [])
+    values, found = [first.outputs[0]], _Stretch([], [])
     for value in values:  # it grows
         if value.is_graph_output():
             return None
@@ -82,13 +82,13 @@ def _between(first: ir.Node, width: int) -> _Between | None:
     return found if all(_fits(value, width) for value in read) else None
 
 
-def _stays_fused(first: ir.Node, between: _Between) -> bool:
+def _stays_fused(first: ir.Node, stretch: _Stretch) -> bool:
     """Tell whether ONNX Runtime 1.32 fuses a product whose result is quantized at once.
 
     It does where nothing computes with the integers before they are multiplied again.
     """
     at_once = any(use.node.op_type == "QuantizeLinear" for use in first.outputs[0].uses())
-    return not at_once or PAIR.issuperset(node.op_type for node in between.nodes)
+    return not at_once or PAIR.issuperset(node.op_type for node in stretch.nodes)
 
 
 def _undoes(node: ir.Node, value: ir.Value, width: int) -> bool:
@@ -121,17 +121,17 @@ def _fits(value: ir.Value | None, width: int) -> bool:
     return held is not None and (held.size == 1 or held.shape[-1] == held.size == width)
 
 
-def _take_out(first: ir.Node, between: _Between) -> None:
+def _take_out(first: ir.Node, stretch: _Stretch) -> None:
     matrix: Any = first.inputs[0]
-    for node in between.nodes:
+    for node in stretch.nodes:
         node.outputs[0].shape = matrix.shape
         for place, row in _rows(node):
             array = _held(row).reshape(-1 if _size(row) != 1 else ())
             node.replace_input_with(place, added_constant(node, f"{node.name}_row_{place}", array))
-    for end in between.ends:
+    for end in stretch.ends:
         ir.convenience.replace_all_uses_with(end.outputs[0], end.inputs[0])
     ir.convenience.replace_all_uses_with(first.outputs[0], matrix)
-    for node in (first, *between.ends):
+    for node in (first, *stretch.ends):
         node.graph.remove(node, safe=True)
 
 
