@@ -17,14 +17,24 @@ from torch import Tensor, nn
 from tests.onnx.models import sqnr
 
 
-class Attention(nn.Module):
-    """Self-attention of four heads, with a mask or without."""
+def written_out(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -1e9)
+    return F.dropout(scores.softmax(-1), training=False) @ value
 
-    def __init__(self, *, masked: bool = False) -> None:
+
+class Attention(nn.Module):
+    """Self-attention of four heads, with a mask or without, by torch's operator or written out."""
+
+    def __init__(self, *, masked: bool = False, written: bool = False) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
         self.value, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.masked = masked
+        self.masked, self.attend = (
+            masked,
+            written_out if written else F.scaled_dot_product_attention,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (
@@ -32,36 +42,42 @@ class Attention(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        y = self.attend(*heads, attn_mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def quantized(target: str, *, masked: bool = False, **options: Any) -> tuple[Any, Tensor]:
+def quantized(
+    target: str, *, masked: bool = False, written: bool = False, **options: Any
+) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     batches = [(torch.randn(3, 16, 32),) for _ in range(4)]
     quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(**options))
     result = qompose.quantize(
-        Attention(masked=masked).eval(), batches[0], backends=quantizer, calibration=batches,
+        Attention(masked=masked, written=written).eval(), batches[0], backends=quantizer, calibration=batches,
         target=target, progress=False,
     )  # fmt: skip
     return result, torch.randn(3, 16, 32)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("written", [False, True], ids=["operator", "written"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_queries_and_keys_are_integers(target: str, masked: bool) -> None:
+def test_queries_and_keys_are_integers(target: str, masked: bool, written: bool) -> None:
     pytest.importorskip(target)
-    result, x = quantized(target, masked=masked, attention=True)
+    result, x = quantized(target, masked=masked, written=written, attention=True)
     with torch.no_grad():
         assert sqnr(result.converted(x), result.model(x)) > 40
-    (row,) = (row for row in result.report.rows if "attention" in row.name)
+    (row,) = (
+        row for row in result.report.rows if row.name in ("matmul", "scaled_dot_product_attention")
+    )
     assert row.state == "int8 kernel"
     assert all(row.state == "int8 kernel" for row in result.report.rows if "linear" in row.name)
 
 
-def test_linears_of_openvino_return_them() -> None:
+@pytest.mark.parametrize("written", [False, True], ids=["operator", "written"])
+def test_linears_of_openvino_return_them(written: bool) -> None:
     pytest.importorskip("openvino")
-    result, _ = quantized("openvino", attention=True)
+    result, _ = quantized("openvino", written=written, attention=True)
     given = [
         facts["outputPrecisions"].astype(str)
         for node in result.model.load().compiled.get_runtime_model().get_ordered_ops()

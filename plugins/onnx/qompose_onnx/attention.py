@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of attention whose queries and keys are int8.
+"""The rules of attention whose queries and keys are int8: of the operator, and of the products written out.
 
 OpenVINO makes one operator of attention, which multiplies queries and keys as integers where both are int8
 with a zero point of 0. Values and what the softmax gives stay in float there.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from qompose.backend import Kernel, Match, OperatorPattern, Rule, TensorConstraint, kit
@@ -21,6 +21,14 @@ from qompose_onnx.names import ATTENTION, OPENVINO, OPENVINO_INT8
 
 aten = torch.ops.aten
 _SDPA: Final = aten.scaled_dot_product_attention.default
+_PRODUCT: Final = aten.matmul.default
+_SOFTMAX: Final = (aten.softmax.int, aten._softmax.default)
+_SCALED_OR_MASKED: Final = frozenset((
+    aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor,
+    aten.add.Tensor, aten.add_.Tensor, aten.where.self,
+    aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor,
+))  # fmt: skip
+"""What stands between queries times keys and the softmax."""
 _HEADS: Final = ((2, 2, 5, 8),) * 3
 _INTEGERS: Final = replace(
     activation_spec(torch.int8, -128, 127), qscheme=torch.per_tensor_symmetric
@@ -54,7 +62,47 @@ def _forms() -> Iterator[OperatorPattern]:
     )  # fmt: skip
 
 
-RULE: Final = Rule(
+def up_to_softmax(node: Node) -> list[Node]:
+    """Return what alone reads a node, scales and masks it, up to a softmax; [] where there is none."""
+    found: list[Node] = []
+    while len(node.users) == 1:
+        (node,) = node.users
+        found.append(node)
+        if node.target in _SOFTMAX:
+            return found
+        if node.target not in _SCALED_OR_MASKED:
+            break
+    return []
+
+
+def _weighs(node: Node) -> bool:
+    """Tell whether a product weighs values by what a softmax gives."""
+    weights: Any = node.args[0]
+    while isinstance(weights, Node) and weights.target is aten.dropout.default:
+        weights = weights.args[0]
+    return isinstance(weights, Node) and weights.target in _SOFTMAX
+
+
+def attends(node: Node) -> bool:
+    """Tell whether a node is attention, or one of its two products where it is written out."""
+    product = node.target is _PRODUCT and bool(up_to_softmax(node) or _weighs(node))
+    return product or node.target is _SDPA
+
+
+def _read_by_softmax(match: Match) -> str | None:
+    """Require that the products are those of queries and keys."""
+    scored = up_to_softmax(match.output)
+    return None if scored else "no softmax reads it, so it is not attention"
+
+
+def _scores() -> OperatorPattern:
+    def scores(self: Tensor, other: Tensor) -> Tensor:
+        return torch.softmax(torch.matmul(self, other) * 0.5, -1)
+
+    return OperatorPattern((_PRODUCT,), scores, ((2, 2, 5, 8), (2, 2, 8, 5)))
+
+
+_WHOLE: Final = Rule(
     name="attention",
     drawing="scaled_dot_product_attention",
     patterns=tuple(_forms()),
@@ -68,4 +116,15 @@ RULE: Final = Rule(
         **dict.fromkeys(("onnx", "onnxruntime"), Kernel("MatMulIntegerToFloat", float_output=True)),
         OPENVINO: Kernel(OPENVINO_INT8, float_output=True),
     },
+)
+RULES: Final = (
+    _WHOLE,
+    replace(
+        _WHOLE,
+        name="attention_scores",
+        drawing="matmul",
+        patterns=(_scores(),),
+        activations=("self", "other"),
+        guard=(kit.float32, _read_by_softmax),
+    ),
 )

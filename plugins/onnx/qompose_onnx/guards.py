@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from qompose.backend import Match, kit
 
+from qompose_onnx.attention import attends
+
 aten = torch.ops.aten
 _LAYOUTS: Final = frozenset((
     aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints,
@@ -37,13 +39,12 @@ def not_of_heads(match: Match) -> str | None:
 
     OpenVINO makes an operator of each pair between moves whose zero point is not 0.
     """
-    attention = aten.scaled_dot_product_attention.default
     readers, source = [*match.output.users], match.output
     while source.target in _LAYOUTS:
         source = source.all_input_nodes[0]
     while readers and all(node.target in _LAYOUTS for node in readers):
         readers = [user for node in readers for user in node.users]
-    if source.target is attention or {node.target for node in readers} == {attention}:
+    if attends(source) or (readers and all(map(attends, readers))):
         return "it lays out floats that attention reads or gives: integers would be no faster"
     return None
 

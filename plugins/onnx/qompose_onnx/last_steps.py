@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose_onnx import openvino_defects, tensorrt
+from qompose_onnx.attention import up_to_softmax
 from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
@@ -150,8 +151,7 @@ def _finish_tensorrt(module: GraphModule, signature: CallSignature) -> Finished:
 def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finished:
     kernels, fallbacks = {}, {}
     for claim, nodes in made.claims.items():
-        left = [op for node in nodes for op in found.by_node.get(node.name, ())]
-        own = [(name, reads) for name, reads in left if name not in CONVERSIONS]
+        own = _left_of(nodes, found) or _left_of(_scaled(nodes), found)
         fused = kernel if kernel and any(map(_is_of_integers, own)) else _fused(own, nodes)
         if kernel and any(map(_attends, nodes)):
             fused = kernel if any(reads for _, reads in own) else None
@@ -175,6 +175,19 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
 _IN_FLOAT: Final = (OPENVINO_WEIGHTS, OPENVINO_LOOP)
 
 
+def _left_of(nodes: Iterable[Node], found: Executed) -> list[tuple[str, bool]]:
+    """Return the operators that are left of nodes, besides conversions; see `Executed.by_node`."""
+    left = (op for node in nodes for op in found.by_node.get(node.name, ()))
+    return [(name, reads) for name, reads in left if name not in CONVERSIONS]
+
+
+def _scaled(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield what scales queries times keys, up to the softmax: OpenVINO may name their product after that."""
+    for node in nodes:
+        if _attends(node):
+            yield from up_to_softmax(node)
+
+
 def _is_of_integers(left: tuple[str, bool]) -> bool:
     """Tell whether OpenVINO computes what is left as a product of integers, scaled behind it or not."""
     name, reads = left
@@ -196,12 +209,12 @@ def _fused(own: list[tuple[str, bool]], nodes: list[Node]) -> str | None:
 
 def _multiplies(node: Node) -> bool:
     """Tell whether an operator is a product, of which something must be left."""
-    return any(name in str(node.target) for name in ("linear", "conv"))
+    return _attends(node) or any(name in str(node.target) for name in ("linear", "conv"))
 
 
 def _attends(node: Node) -> bool:
-    """Tell whether a node is attention, which OpenVINO makes one loop of with its products."""
-    return "scaled_dot_product_attention" in str(node.target)
+    """Tell whether a node is attention or its first product, which OpenVINO makes one loop of all of."""
+    return any(name in str(node.target) for name in ("scaled_dot_product_attention", "matmul"))
 
 
 def _reads_integers(node: Node) -> bool:

@@ -224,7 +224,7 @@ _SIXTEEN_BITS: Final = tuple(
 RULES: Final[tuple[Rule, ...]] = (
     *_TENSORRT,
     *_STATIC,
-    attention.RULE,
+    *attention.RULES,
     *_SIXTEEN_BITS,
     _linear("linear_dynamic", "dynamic", _DYNAMIC, DYNAMIC),
     _linear("linear_weight_only", "weight-only", _WEIGHT_ONLY, {"weight": WEIGHT}),
