@@ -349,6 +349,27 @@ def test_the_largest_of_all_numbers() -> None:
             torch.testing.assert_close(found, wanted)
 
 
+def test_bounds_of_two_types() -> None:
+    """torch's exporter fails with them."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.inner(x).clamp(0.1, 3).clamp_(max=2, min=0.25), ids.clamp(0, 2.5)
+
+    inputs = torch.randn(3, 4), torch.arange(4)
+    result = qompose.quantize(
+        Bounded().eval(), inputs, backends=["onnx"], calibration=[inputs], target="onnxruntime",
+        progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        for found, wanted in zip(result.model(*inputs), result.converted(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 def test_a_model_that_keeps_state_is_refused_by_name() -> None:
     """Its file would give the results of a first call again and again."""
 

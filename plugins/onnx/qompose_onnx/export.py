@@ -20,7 +20,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose_onnx import branches, masks, matrices, sizes, zero_points
+from qompose_onnx import averages, bounds, branches, masks, matrices, sizes, zero_points
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.places import bare, calls_of, place_of
 from qompose_onnx.refusals import why_not_exported
@@ -57,6 +57,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
             module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
         )
         by_numbers(calls_of(program))
+        bounds.of_one_type(calls_of(program))
         _check_operators(program)
         constants = _without_constants(program)
         try:
@@ -78,6 +79,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         DeduplicateInitializersPass(FOLDED)(made.model)  # of weights with several readers
         sizes.settle(made.model)
         masks.settle(made.model)
+        averages.settle(made.model)
         matrices.settle(made.model)
         RemoveUnusedNodesPass()(made.model)  # what computed sizes and masks that are gone
         branches.settle(made.model)

@@ -50,9 +50,14 @@ def not_of_heads(match: Match) -> str | None:
 
 
 def plain_average(match: Match) -> str | None:
-    """Require what AveragePool has: no divisor of its own."""
-    divisor = match.argument("output", "divisor_override")
-    return None if divisor is None else "AveragePool does not support divisor_override"
+    """Require what runtimes average in integers: see `qompose_onnx.averages`."""
+    if match.argument("output", "divisor_override") is not None:
+        return "AveragePool does not support divisor_override"
+    asked = ("ceil_mode", "count_include_pad")
+    pads: Any = match.argument("output", "padding")
+    if any(pads) and all(match.argument("output", name) for name in asked):
+        return "ONNX Runtime averages integers wrongly where ceil_mode meets padding that counts"
+    return None
 
 
 def to_one_pixel(match: Match) -> str | None:

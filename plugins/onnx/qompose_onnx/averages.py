@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages with `ceil_mode`, whose last windows may end outside of the image.
+
+Of integers, ONNX Runtime 1.32 divides the sum of such a window by the size of a whole one where the padding
+counts: wrong numbers, without a word. Of floats it divides rightly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from qompose_onnx.initializers import added_constant, graph_of
+
+
+def settle(model: ir.Model) -> None:
+    """Let averages without padding not count it, and others read floats, in place."""
+    for node in [*model.graph.all_nodes()]:
+        facts = node.attributes
+        if node.op_type != "AveragePool" or not facts.get_int("ceil_mode", 0):
+            continue
+        if not any(facts.get_ints("pads", ())):
+            facts["count_include_pad"] = ir.AttrInt64("count_include_pad", 0)
+        elif facts.get_int("count_include_pad", 0) and _reads_dequantized(node):
+            _read_floats(node)
+
+
+def _reads_dequantized(node: ir.Node) -> bool:
+    source = None if node.inputs[0] is None else node.inputs[0].producer()
+    return source is not None and source.op_type == "DequantizeLinear"
+
+
+def _read_floats(node: ir.Node) -> None:
+    """Put a bound that no float exceeds in front: ONNX Runtime does not move integers through it."""
+    floats, name = node.inputs[0], f"{node.outputs[0].name}_bounded"
+    lowest = added_constant(node, f"{name}_lowest", np.finfo(np.float32).min)
+    bounded = ir.node("Clip", [floats, lowest])
+    bounded.name, bounded.outputs[0].name = f"{node.name}_bounded", name
+    graph_of(node).insert_before(node, bounded)
+    node.replace_input_with(0, bounded.outputs[0])
