@@ -8,14 +8,14 @@ C++ is for few queries: each reads all of the bytes again.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple
 
 import torch
-from qompose.backend import arguments_of, stand_for
+from qompose.backend import stand_for
 from torch import fx
 
 from qompose_x86_inductor.inductor import float_attention, native_float_attention
+from qompose_x86_inductor.inductor.float_attention import FloatAttention
 from qompose_x86_inductor.inductor.shared_heads import behind_copies, repeats_heads, value_of
 from qompose_x86_inductor.native import cache_attention, processor
 
@@ -31,51 +31,41 @@ class Rows(NamedTuple):
     scales: fx.Node
 
 
-def found(node: fx.Node) -> tuple[Rows, Rows] | None:
-    """Return the keys and values of a call of torch's attention that the C++ computes; else None."""
+def found(node: fx.Node) -> tuple[FloatAttention, Rows, Rows] | None:
+    """Return a call of torch's attention that the C++ computes, with its keys and values; else None."""
     if node.target is not float_attention.OPERATOR or processor.isa() is None:
         return None
-    arguments = arguments_of(node)
-    query, key = (value_of(arguments[name]) for name in ("query", "key"))
-    keys, values = (_rows(arguments[name]) for name in ("key", "value"))
-    if query is None or key is None or keys is None or values is None:
+    call = float_attention.read(node)
+    if call is None or (keys := _rows(call.key)) is None or (values := _rows(call.value)) is None:
         return None
-    if query.dim() != 4 or query.dtype != torch.float32 or arguments["dropout_p"]:
-        return None
-    value = value_of(arguments["value"])
-    if value is None or not native_float_attention.heads_fit(
-        query, key, value, arguments["enable_gqa"]
-    ):
+    query = value_of(call.query)
+    if query is None or query.dim() != 4 or not native_float_attention.operands_fit(call):
         return None
     if keys.integers.meta["val"].shape[1] != values.integers.meta["val"].shape[1]:
         return None
-    mask = arguments["attn_mask"]
-    fits = mask is None or native_float_attention.fits(mask, query, key)
     few = native_float_attention.is_few(query.shape[-2], TOO_MANY_QUERIES)
-    return (keys, values) if fits and few else None
+    return (call, keys, values) if few else None
 
 
 def read_integers(gm: fx.GraphModule) -> None:
     """Let attention read caches of integers in C++, in a lowered graph and in place, where it can."""
     for node in gm.graph.find_nodes(op="call_function", target=float_attention.OPERATOR):
-        if (rows := found(node)) is not None:
-            _replace(node, rows)
+        if (parts := found(node)) is not None:
+            _replace(node, *parts)
 
 
-def _replace(node: fx.Node, rows: tuple[Rows, Rows]) -> None:
-    """Let a call for which there are `found` rows compute the same in C++; what only it read is gone."""
-    arguments = arguments_of(node)
-    query, read = arguments["query"], (arguments["key"], arguments["value"])
-    scale = arguments["scale"]
-    scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else float(scale)
-    keys, values = rows
-    others = (arguments["attn_mask"], bool(arguments["is_causal"]), scale)
+def _replace(node: fx.Node, given: FloatAttention, keys: Rows, values: Rows) -> None:
+    """Let a call that was `found` compute the same in C++; what only it read is gone."""
+    mask = None if given.mask is None else given.mask.nodes[0]
+    others = (mask, given.is_causal, given.scale)
     with node.graph.inserting_before(node):
-        call = node.graph.call_function(cache_attention.ATTENTION, (query, *keys, *values, *others))
+        call = node.graph.call_function(
+            cache_attention.ATTENTION, (given.query, *keys, *values, *others)
+        )
     with node.meta["val"].fake_mode:
         call.meta["val"] = node.meta["val"].transpose(1, 2).contiguous()
     node.target, node.args, node.kwargs = aten.transpose.int, (call, 1, 2), {}
-    _drop([*read], call)
+    _drop([given.key, given.value], call)
 
 
 def _drop(ends: list[Any], call: fx.Node) -> None:

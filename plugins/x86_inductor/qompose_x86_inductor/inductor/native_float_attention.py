@@ -57,18 +57,25 @@ def attended(
     return laid_out(ATTENTION(*operands, mask, *numbers), query.dim())
 
 
-def _applies(call: FloatAttention) -> bool:
+def operands_fit(call: FloatAttention) -> bool:
+    """Return whether dtypes, heads, batches and masks of a call are as the C++ takes them."""
     query, key, value = map(_float32, (call.query, call.key, call.value))
     if query is None or key is None or value is None:
         return False
     key = key.mT if call.swapped else key
-    if type(query.shape[-1]) is not int or query.shape[-1] == 0:
+    masks = () if call.mask is None else call.mask.nodes
+    fit = _heads_fit(query, key, value, call.grouped)
+    return fit and all(_fits(mask, query, key) for mask in masks)
+
+
+def _applies(call: FloatAttention) -> bool:
+    query = value_of(call.query)
+    if query is None or not operands_fit(call):
         return False
-    if is_few(query.shape[-2]) and not is_few(query.shape[-2], FEW_QUERIES + 1):
+    *_, queries, width = query.shape
+    if type(width) is not int or width == 0:
         return False
-    return heads_fit(query, key, value, call.grouped) and (
-        call.mask is None or all(fits(mask, query, key) for mask in call.mask.nodes)
-    )
+    return not is_few(queries) or is_few(queries, FEW_QUERIES + 1)
 
 
 def _one_mask(mask: Mask) -> fx.Node:
@@ -115,7 +122,7 @@ def is_few(queries: Any, bound: int = FEWEST_QUERIES) -> bool:
     return expected is None or expected < bound
 
 
-def heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
     """Return whether heads and batches are as the C++ takes them: torch's attention lets them repeat."""
     if not query.dim() == key.dim() == value.dim():
         return False
@@ -126,7 +133,7 @@ def heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
     return all(_equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
-def fits(mask: Any, query: Tensor, key: Tensor) -> bool:
+def _fits(mask: Any, query: Tensor, key: Tensor) -> bool:
     """Return whether a mask is of a type that the C++ reads, and broadcasts to the scores."""
     value = value_of(mask)
     if value is None or value.dtype not in (torch.bool, torch.float32):
