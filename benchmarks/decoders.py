@@ -249,7 +249,6 @@ def _openvino(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict
 
 def _onnxruntime(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
     import onnx
-    import onnxruntime
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     runs, size = {}, 0
@@ -261,23 +260,33 @@ def _onnxruntime(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], d
             )
             quantizer.process()
             quantizer.model.save_model_to_file(str(file.with_suffix(".int4.onnx")), False)
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = torch.get_num_threads()
-            session = onnxruntime.InferenceSession(file.with_suffix(".int4.onnx"), options)
             size = file.with_suffix(".int4.onnx").stat().st_size
-            names = [given.name for given in session.get_inputs()]
-
-            def call(inputs: list[Any], session: Any = session, names: Any = names) -> list[Any]:
-                return session.run(None, dict(zip(names, inputs, strict=True)))  # type: ignore[no-any-return]
-
-            runs[name] = _stateful(call, state)
+            runs[name] = _stateful(_session(file.with_suffix(".int4.onnx")), state)
     return runs, {"bytes": size}
 
 
+def _session(file: Path) -> Callable[[list[Any]], Any]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file, options)
+    names = [given.name for given in session.get_inputs()]
+    return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
+
+
+def _as_a_file(program: Any) -> Callable[[list[Any]], Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return _session(program.save(Path(folder) / "program.onnx"))
+
+
 def _onnx(
-    mode: str, target: str
+    mode: str, target: str, *, alone: bool = False
 ) -> Callable[[int, dict[str, int]], tuple[dict[str, Run], dict[str, Any]]]:
-    """Files of the model with its cache as inputs and outputs: they hold no state."""
+    """Files of the model with its cache as inputs and outputs, called from Python or as any file.
+
+    Called from Python, products of weights alone are exact; by itself ONNX Runtime rounds their inputs.
+    """
 
     def make(cache: int, lengths: dict[str, int]) -> tuple[dict[str, Run], dict[str, Any]]:
         import qompose
@@ -286,14 +295,15 @@ def _onnx(
         linears = ONNXQuantizer().set_global(config(algorithms=(), **OPTIONS[mode]))
         quantizer = with_table(linears)
         converted, runs, size = {}, {}, 0
-        states: list[list[Any]] = [Functional(cache).state() for _ in range(2)]
+        states = [[t.numpy() for t in Functional(cache).state()] for _ in range(2)]
         for name, model, given in _functional(cache, lengths):
             prepared = qompose.prepare_pt2e(torch.export.export(model, given), quantizer)
             module = qompose.convert_pt2e(prepared)
-            file = qompose.lower(module, target=target)
-            size = file.nbytes
+            program = qompose.lower(module, target=target)
+            size = program.nbytes
             converted[name] = _stateful(_of_tensors(module), states[0])
-            runs[name] = _stateful(_of_tensors(file), states[1])
+            call = _as_a_file(program) if alone else _of_tensors(program)
+            runs[name] = _stateful(call, states[1])
         return runs, {"bytes": size, "converted": converted}
 
     return make
@@ -324,9 +334,13 @@ ENGINES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, Any]]]] = {
         for mode in OPTIONS
     },
     **{
-        f"onnx {mode}, {name}": _onnx(mode, target)
-        for name, target in (("ONNX Runtime", "onnxruntime"), ("OpenVINO", "openvino"))
+        f"onnx {mode}, {name}": engine
         for mode in ("8", "4", "dynamic 8")
+        for name, engine in (
+            ("ONNX Runtime", _onnx(mode, "onnxruntime")),
+            ("ONNX Runtime alone", _onnx(mode, "onnxruntime", alone=True)),
+            ("OpenVINO", _onnx(mode, "openvino")),
+        )
     },
     "OpenVINO int4": _openvino,
     "ONNX Runtime int4": _onnxruntime,

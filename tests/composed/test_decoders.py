@@ -17,11 +17,12 @@ import torch
 from qompose.program.meta import STAGE_KEY
 from qompose.testing.fixtures import sqnr
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from qompose_onnx import ONNXQuantizer, get_onnx_quantization_config as onnx
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config as x86,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -137,6 +138,67 @@ def test_cache_in_eight_bits(family: str) -> None:
     width = next(iter(rows[0].values())).shape[-1]
     assert {value.dtype for value in rows[1].values()} == {torch.int8, torch.float32}
     assert after * 4 * width == before * (width + 4)
+
+
+class WithState(nn.Module):
+    """A decoder that takes its cache and returns the next one, as programs without buffers do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def empty(self) -> list[Tensor]:
+        """Return keys and values of each layer, with room for all tokens."""
+        config = self.model.config
+        width = config.hidden_size // config.num_attention_heads
+        shape = (1, config.num_key_value_heads, PROMPT + STEPS, width)
+        return [torch.zeros(shape) for _ in range(2 * config.num_hidden_layers)]
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor, state: list[Tensor]) -> Any:
+        cache = transformers.StaticCache(self.model.config, PROMPT + STEPS)
+        for layer, keys, values in zip(cache.layers, state[::2], state[1::2], strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys.clone(), values.clone()
+            layer.cumulative_length = cache_position[0].clone()
+        logits = self.model(input_ids=input_ids, past_key_values=cache).logits
+        return logits, [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+def _handing_over(model: WithState, methods: dict[str, Any]) -> dict[str, Any]:
+    """Give each call the cache that the last one returned, whichever method it was."""
+    held = {"state": model.empty()}
+
+    def run(name: str, words: dict[str, Tensor]) -> Tensor:
+        logits, held["state"] = methods[name](**words, **held)
+        found: Tensor = logits
+        return found
+
+    return {name: lambda name=name, **words: run(name, words) for name in methods}
+
+
+@pytest.mark.parametrize(
+    ("least", "words"),
+    [
+        pytest.param(36.0, {}, id="8"),
+        pytest.param(14.0, {"group_size": 32, "algorithms": ()}, id="4", marks=pytest.mark.full),
+    ],
+)
+def test_a_cache_that_is_inputs_and_outputs_in_onnx_runtime(
+    least: float, words: dict[str, Any]
+) -> None:
+    """Measured: 41.7 and 15.7 dB, and 132 or more to the converted model."""
+    pytest.importorskip("onnxruntime")
+    model = WithState(_float("Llama"))
+    quantizer = ONNXQuantizer().set_global(onnx(weight_only=True, **words))
+    converted, files = {}, {}
+    for name, length in (("prefill", PROMPT), ("decode", 1)):
+        given = {**_example(length), "state": model.empty()}
+        program = torch.export.export(model, (), given, strict=False)
+        converted[name] = qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
+        files[name] = qompose.lower(converted[name], target="onnxruntime")
+    actual = _logits(_handing_over(model, files))
+    assert sqnr(_without_cache("Llama"), actual) > least
+    assert sqnr(_logits(_handing_over(model, converted)), actual) > SAME
 
 
 def _state(method: Any) -> Any:
