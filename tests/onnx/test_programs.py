@@ -11,11 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import qompose
 import torch
 from qompose.backend import CallInterface
-from qompose.errors import TargetError
+from qompose.errors import ConfigError, TargetError
 from qompose_onnx import ONNXProgram, ONNXQuantizer, get_onnx_quantization_config
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from torch import Tensor, nn
@@ -133,6 +134,22 @@ class TestFiles:
             ONNXProgram.read(path)
         with pytest.raises(FileNotFoundError):
             ONNXProgram.read(tmp_path / "none.onnx")
+
+    def test_a_file_of_another_tool_is_refused(self, lowered: ONNXProgram, tmp_path: Path) -> None:
+        path = lowered.save(tmp_path / "model.onnx")
+        model = ir.load(path)
+        model.metadata_props.clear()
+        ir.save(model, path)
+        with pytest.raises(ONNXTargetError, match="metadata"):
+            ONNXProgram.read(path)
+
+    @pytest.mark.parametrize("runtime", ["onnx-runtime", "numpy"])
+    def test_a_runtime_that_does_not_exist_is_refused(
+        self, lowered: ONNXProgram, tmp_path: Path, runtime: str
+    ) -> None:
+        path = lowered.save(tmp_path / "model.onnx")
+        with pytest.raises(ConfigError, match="openvino"):
+            ONNXProgram.read(path, runtime)
 
     def test_constants_that_are_cut_short_are_refused(
         self, lowered: ONNXProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

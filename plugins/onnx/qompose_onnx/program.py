@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from qompose.backend import CallInterface, draft_of
+from qompose.errors import ConfigError
 
 from qompose_onnx.errors import ONNXInputError, ONNXTargetError
 from qompose_onnx.machine import objection
@@ -39,10 +40,13 @@ class ONNXProgram:
 
     Attributes:
         meta: the record that `qompose.report` reads.
+
+    Raises:
+        ConfigError: there is no such runtime.
     """
 
     def __init__(self, model: ir.Model, runtime: str = "") -> None:
-        self.model, self.runtime = model, runtime
+        self.model, self.runtime = model, _known(runtime)
         self.interface = CallInterface.from_dict(json.loads(model.metadata_props[INTERFACE]))
         self.meta: dict[str, Any] = {}
         self._session: Session | None = None
@@ -54,15 +58,19 @@ class ONNXProgram:
         """Return the program of a file that `save` wrote, without the record that `qompose.report` reads.
 
         Raises:
+            ConfigError: there is no such runtime.
             ONNXTargetError: the file is not such a program, or is damaged.
             OSError: it cannot be read.
         """
+        _known(runtime)
         import onnx
         import onnx_ir as ir
 
         try:
             model = ir.load(path)
             onnx.checker.check_model(str(path))
+            if INTERFACE not in model.metadata_props:
+                raise ValueError(f"its metadata does not say how it is called ({INTERFACE})")
             program = cls(model, runtime)
             program._check_data()
             return program
@@ -204,6 +212,16 @@ class ONNXProgram:
             f"ONNXProgram ({self.nbytes:,} bytes, opset {self.model.opset_imports['']}, inputs: "
             f"{takes})"
         )
+
+
+def _known(runtime: str) -> str:
+    """Return a runtime's name; raise ConfigError where there is none of that name."""
+    if runtime and runtime not in SESSIONS:
+        names = " or ".join(map(repr, SESSIONS))
+        raise ConfigError(
+            f"runtime must be {names}, or '' for whichever is installed, got {runtime!r}"
+        )
+    return runtime
 
 
 def _names(values: Iterable[ir.Value]) -> list[str]:
