@@ -7,6 +7,8 @@ counts: wrong numbers, without a word. Of floats it divides rightly.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -32,9 +34,11 @@ def _reads_dequantized(node: ir.Node) -> bool:
 
 def _read_floats(node: ir.Node) -> None:
     """Put a bound that no float exceeds in front: ONNX Runtime does not move integers through it."""
-    floats, name = node.inputs[0], f"{node.outputs[0].name}_bounded"
+    floats: Any = node.inputs[0]
+    name = f"{node.outputs[0].name}_bounded"
     lowest = added_constant(node, f"{name}_lowest", np.finfo(np.float32).min)
     bounded = ir.node("Clip", [floats, lowest])
     bounded.name, bounded.outputs[0].name = f"{node.name}_bounded", name
+    bounded.outputs[0].shape, bounded.outputs[0].type = floats.shape, floats.type
     graph_of(node).insert_before(node, bounded)
     node.replace_input_with(0, bounded.outputs[0])
