@@ -9,6 +9,7 @@ import torch
 from qompose.backend import load_backend
 from qompose_onnx import get_onnx_quantization_config as config
 from torch import nn
+from torch._higher_order_ops.scan import scan
 
 from tests.onnx.models import sqnr
 
@@ -103,3 +104,44 @@ def test_what_openvino_computes_in_a_loop_in_float_is_not_counted_as_int8() -> N
     rows = [(row.state, row.kernel) for row in result.report.rows]
     product = ("int8 kernel", "OpenVINO int8")
     assert rows == [product, ("float kernel on integers", "OpenVINO Subgraph"), product]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "inner"), [("onnxruntime", "int8 kernel"), ("openvino", "simulated (Q/DQ)")]
+)
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # of what OpenVINO does not tell
+def test_a_linear_of_a_loop_is_not_taken_for_one_outside(runtime: str, inner: str) -> None:
+    """Both are called `linear` in their graphs. OpenVINO tells nothing of what is in a loop."""
+    pytest.importorskip(runtime)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def step(carry: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                made = self.inner(carry + row).tanh()
+                return made, carry * 1.0
+
+            last, _ = scan(step, torch.zeros(3, 8), x)
+            found: torch.Tensor = self.outer(last)
+            return found
+
+    x = torch.randn(5, 3, 8)
+    result = qompose.quantize(
+        Looped().eval(), (x,), backends=["onnx"], calibration=[(x,)], target=runtime, progress=False
+    )
+    states = {row.name: row.state for row in result.report.rows if "linear" in row.name}
+    assert states == {"linear": "int8 kernel", "scan_combine_graph_0_linear": inner}
+
+
+def test_linears_that_openvino_makes_a_loop_of_are_not_counted_as_int8() -> None:
+    pytest.importorskip("openvino")
+    x = torch.randn(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    with pytest.warns(qompose.QomposeWarning):
+        result = qompose.quantize(
+            model, (x,), backends=["onnx"], calibration=[(x,)], target="openvino", progress=False
+        )
+    assert {row.state for row in result.report.rows} == {"simulated (Q/DQ)"}

@@ -20,7 +20,16 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose_onnx import averages, bounds, branches, masks, matrices, sizes, zero_points
+from qompose_onnx import (
+    averages,
+    bounds,
+    branches,
+    masks,
+    matrices,
+    nested_names,
+    sizes,
+    zero_points,
+)
 from qompose_onnx.errors import ONNXTargetError
 from qompose_onnx.places import bare, calls_of, place_of
 from qompose_onnx.refusals import why_not_exported
@@ -84,6 +93,7 @@ def export(module: GraphModule, signature: CallSignature) -> tuple[ir.Model, Exp
         RemoveUnusedNodesPass()(made.model)  # what computed sizes and masks that are gone
         branches.settle(made.model)
         zero_points.settle(made.model)
+        nested_names.settle(made.model, made.exported_program)
         _name_outputs(made.model, made.exported_program)
     return made.model, made.exported_program
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from qompose_onnx import openvino_defects
 from qompose_onnx.compiled_nodes import EIGHT_BITS, facts_of, origins_among, reads_integers
 from qompose_onnx.names import ONNXRUNTIME, OPENVINO, WEIGHT_ONLY
+from qompose_onnx.nested_names import FX_NODE
 from qompose_onnx.runtimes import OnnxRuntimeSession, OpenVinoSession, Session
 
 FUSED: Final = frozenset(
@@ -38,7 +39,6 @@ _COMPRESSED: Final = ("u4", "i4", *EIGHT_BITS)
 _PRODUCT: Final = "FullyConnected"
 _NO_WORK: Final = frozenset({"Const", "Input", "Output"})
 _NUMBER: Final = re.compile(r"(_token_\d+|_nchwc|_nhwc)+$")
-_FX_NODE: Final = "pkg.torch.onnx.fx_node"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def origins_of(model: ir.Model) -> dict[str, str]:
     """Return, by the names of nodes and values of a model, the name of the program's node they are of."""
     found = {}
     for node in model.graph.all_nodes():
-        text = node.metadata_props.get(_FX_NODE, "")
+        text = node.metadata_props.get(FX_NODE, "")
         match = re.match(r"%?(\w+)", text)
         names = (node.name, *(value.name for value in node.outputs)) if match else ()
         found.update({name: match[1] for name in names if match and name})

@@ -200,7 +200,7 @@ def _fused(own: list[tuple[str, bool]], nodes: list[Node]) -> str | None:
         if is_fused(name):
             return name
     if own and all(name == SUBGRAPH for name, _ in own):
-        return OPENVINO_LOOP
+        return None if any(map(_multiplies, nodes)) else OPENVINO_LOOP
     if all(reads and name not in PRODUCTS for name, reads in own):
         return MOVED
     compressed = any(name.endswith(COMPRESSED) for name, _ in own)

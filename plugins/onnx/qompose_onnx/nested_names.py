@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of nodes in branches and loops, which are to be those of no other graph of the program.
+
+Each graph of a program names its nodes by itself, so that a linear of a loop may be called like one outside.
+What a runtime executes is traced by these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Final
+
+import onnx_ir as ir
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+FX_NODE: Final = "pkg.torch.onnx.fx_node"
+"""The metadata in which torch's exporter writes a node of the program, its name first."""
+
+
+def settle(model: ir.Model, program: ExportedProgram) -> None:
+    """Put the name of its graph before that of each node, in the model and in the program, in place."""
+    names = set[str]()
+    for path, module in program.graph_module.named_modules():
+        if path and isinstance(module, GraphModule):
+            name = path.replace(".", "__")  # as torch's exporter calls it
+            names.add(name)
+            for inner in module.graph.nodes:
+                inner.name = f"{name}_{inner.name}"
+    _rename(model.graph, "", names)
+
+
+def _rename(graph: Iterable[ir.Node], name: str, names: Set[str]) -> None:
+    """Rename nodes of a graph that has a name in the program, and of those within.
+
+    Others, such as the loop of an embedding bag, are of an operator of the graph around them.
+    """
+    for node in graph:
+        text = node.metadata_props.get(FX_NODE, "").removeprefix("%")
+        if text and name:
+            node.metadata_props[FX_NODE] = f"%{name}_{text}"
+        for fact in node.attributes.values():
+            if fact.type is ir.AttributeType.GRAPH:
+                inner = fact.as_graph()
+                _rename(inner, str(inner.name) if inner.name in names else name, names)
