@@ -21,7 +21,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -1e9)
-    return F.dropout(scores.softmax(-1), training=False) @ value
+    return F.dropout(scores.float().softmax(-1), training=False) @ value
 
 
 class Attention(nn.Module):

@@ -23,10 +23,13 @@ aten = torch.ops.aten
 _SDPA: Final = aten.scaled_dot_product_attention.default
 _PRODUCT: Final = aten.matmul.default
 _SOFTMAX: Final = (aten.softmax.int, aten._softmax.default)
+_CHECK: Final = aten._assert_tensor_metadata.default
+"""What torch.export puts beside a conversion of types."""
 _SCALED_OR_MASKED: Final = frozenset((
     aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor,
     aten.add.Tensor, aten.add_.Tensor, aten.where.self,
     aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor,
+    aten.to.dtype,  # to float32, before a softmax, as T5 has it
 ))  # fmt: skip
 """What stands between queries times keys and the softmax."""
 _HEADS: Final = ((2, 2, 5, 8),) * 3
@@ -65,8 +68,8 @@ def _forms() -> Iterator[OperatorPattern]:
 def up_to_softmax(node: Node) -> list[Node]:
     """Return what alone reads a node, scales and masks it, up to a softmax; [] where there is none."""
     found: list[Node] = []
-    while len(node.users) == 1:
-        (node,) = node.users
+    while len(readers := [user for user in node.users if user.target is not _CHECK]) == 1:
+        (node,) = readers
         found.append(node)
         if node.target in _SOFTMAX:
             return found
