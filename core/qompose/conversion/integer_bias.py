@@ -49,11 +49,17 @@ def widen_scales_for_int32(
     nodes: Mapping[str, Node],
     qparams: MutableMapping[int, QParams],
     dropped: Collection[int],
+    zeros: Collection[int] = (),
 ) -> dict[int, float]:
     """Widen the scales of weights, in place, until the biases behind them fit into 32 bits.
 
     Where inputs are tiny and a bias is not, its integer overflows: the kernel would add something else. A
     wider step of the weight costs nothing that the output shows, whose own step such a bias makes far larger.
+    It does cost the other readers of the weight, as the steps of a recurrent layer are of which the first
+    reads a state of zeros. Any scale has a zero, so there the input's is widened instead.
+
+    Args:
+        zeros: groups of activations that calibration never saw anything but zero of.
 
     Returns:
         by group, how many times larger its scale has become, at most.
@@ -61,9 +67,13 @@ def widen_scales_for_int32(
     widened: dict[int, float] = {}
     groups = plan.group_of
     for _, bias, value, step in _added(plan, nodes, qparams, dropped, {}):
-        source, number = qparams[groups[bias.input]], groups[bias.weight]
-        weight = qparams[number]
+        read, number = groups[bias.input], groups[bias.weight]
+        source, weight = qparams[read], qparams[number]
         least = value.abs().double() / LARGEST_BIAS
+        if read in zeros:
+            scale = (least / weight.scale.double()).amax().to(source.scale.dtype)
+            qparams[read] = replace(source, scale=torch.maximum(source.scale, scale))
+            continue
         least = (least if step.shape else least.amax()) / source.scale.double()
         factor = float((least / weight.scale.double()).max())
         if factor > 1 and not weight.zero_point.any():

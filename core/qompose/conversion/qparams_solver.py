@@ -211,7 +211,10 @@ class QParamsSolver:
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
                 found.qparams[number] = self._kept(number, self._calculate(number, group))
-        self._widened = widen_scales_for_int32(self.plan, self._nodes, found.qparams, self.dropped)
+        zeros = {n for n in found.qparams if always_zero(screen_of(self.observer(n)))}
+        self._widened = widen_scales_for_int32(
+            self.plan, self._nodes, found.qparams, self.dropped, zeros
+        )
         self._take_learned()
 
     def _take_learned(self) -> None:
@@ -801,10 +804,17 @@ def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     )
 
 
+def always_zero(screen: Screen | None) -> bool:
+    """Tell whether values were seen, all of them zero."""
+    if screen is None or not screen.values:
+        return False
+    return bool(screen.bulk == 0 and screen.mask is None and screen.far == -math.inf)
+
+
 def outliers(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
     """Yield what looks wrong with an activation's statistics, though its scale can be used."""
     if screen is not None and screen.values:
-        if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
+        if always_zero(screen):
             yield "was always zero during calibration"
         elif scale == eps and screen.bulk < eps * 127:
             yield (

@@ -91,6 +91,21 @@ def test_it_fits_into_32_bits_however_small_the_inputs_are(size: float, config: 
     assert told.startswith("weight -> linear")
 
 
+def test_inputs_of_zeros_do_not_widen_a_weight_that_others_read() -> None:
+    """The first step of a recurrent layer reads a state of zeros by the weight of every step."""
+    layer = nn.Linear(8, 4)
+    model = seeded(Model(lambda self, x: self.layer(x) - self.layer(x * 0), layer=layer))
+    layer.bias.data = torch.tensor([100.0, -100.0, 50.0, 0.0])
+    result = converted(model)
+    zeros = nodes_calling(result, "linear")[-1]
+    assert float(steps(result, zeros).abs().max()) <= 2**29 * (1 + 1e-6)
+    largest = layer.weight.detach().abs().amax(1) / 127
+    torch.testing.assert_close(result.get_buffer("layer.weight_scale"), largest)
+    notes = qompose.report(result).notes
+    assert [note for note in notes if "always zero" in note]
+    assert not [note for note in notes if "fits into int32" in note]
+
+
 def test_scales_of_weights_that_have_room_stay() -> None:
     model = seeded(nn.Linear(8, 4))
     result = converted(model)
