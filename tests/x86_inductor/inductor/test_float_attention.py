@@ -14,6 +14,7 @@ from qompose_x86_inductor.inductor import native_float_attention
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import processor
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import GraphModule
 
 from tests.core.toy import Model
@@ -35,12 +36,13 @@ def heads_of(m: Any, x: Tensor) -> list[Tensor]:
     return [layer(x).view(BATCH, -1, HEADS, WIDTH).transpose(1, 2) for layer in (m.q, m.k, m.v)]
 
 
-def lowered(forward: Callable[..., Any], *given: Tensor) -> GraphModule:
+def lowered(forward: Callable[..., Any], *given: Tensor, dynamic: bool = False) -> GraphModule:
     torch.manual_seed(0)
     module = Model(forward, **{name: nn.Linear(COUNT, COUNT) for name in ("q", "k", "v")})
     found = qompose.quantize(
-        module.eval(), given, backends=x86(), calibration=[given], progress=False
-    )
+        module.eval(), given, backends=x86(), calibration=[given], progress=False,
+        dynamic_shapes=({1: Dim("length", max=99)},) if dynamic else None,
+    )  # fmt: skip
     assert isinstance(found.model, GraphModule)
     return found.model
 
@@ -134,7 +136,7 @@ def test_heads_that_share_keys_are_not_copied() -> None:
         key, value = (
             each[:, :, None].expand(-1, -1, 2, -1, -1).reshape(query.shape) for each in shared
         )
-        return (query @ key.mT).softmax(-1) @ value
+        return (query @ key.mT).mul_(0.5).softmax(-1) @ value
 
     (call,) = assert_one_call(forward, torch.randn(BATCH, LENGTH, COUNT))
     assert [n.meta["val"].shape[1] for n in call.args[1:3]] == [HEADS // 2] * 2
@@ -163,6 +165,17 @@ def probabilities_are_read(m: Any, x: Tensor) -> Any:
     return weights @ value, weights
 
 
+def bias_in_place(m: Any, x: Tensor) -> Any:
+    query, key, value = heads_of(m, x)
+    biases = x.new_ones(2, BATCH, HEADS, LENGTH, LENGTH)
+    return biases[0].add_(query @ key.mT).softmax(-1) @ value + biases.mean()
+
+
+def booleans_added(m: Any, x: Tensor) -> Any:
+    query, key, value = heads_of(m, x)
+    return (query @ key.mT + (x[:, None, :, :1] > 0)).softmax(-1) @ value
+
+
 def three_masks(m: Any, x: Tensor) -> Any:
     query, key, value = heads_of(m, x)
     hidden = x[:, None, :, :1] > 0
@@ -174,7 +187,7 @@ def softmax_over_queries(m: Any, x: Tensor) -> Any:
     return (query @ key.mT).softmax(-2) @ value
 
 
-def sum_of_products(m: Any, x: Tensor) -> Any:
+def scaled_sum(m: Any, x: Tensor) -> Any:
     query, key, value = heads_of(m, x)
     return torch.add(query @ key.mT, x.new_ones(LENGTH, LENGTH), alpha=2).softmax(-1) @ value
 
@@ -210,8 +223,9 @@ def few_queries(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "forward",
     [
-        scores_are_read, probabilities_are_read, softmax_over_queries, sum_of_products,
-        mask_of_more_axes, three_masks, scale_by_channel, writes_between, heads_of_keys_repeat, few_queries,
+        scores_are_read, probabilities_are_read, softmax_over_queries, scaled_sum,
+        mask_of_more_axes, three_masks, bias_in_place, booleans_added, scale_by_channel, writes_between,
+        heads_of_keys_repeat, few_queries,
     ],
 )  # fmt: skip
 def test_what_stays_as_it_is(forward: Callable[..., Any]) -> None:
@@ -219,3 +233,15 @@ def test_what_stays_as_it_is(forward: Callable[..., Any]) -> None:
     targets = [node.target for node in with_prepack_in_graph(model).graph.nodes]
     assert native_float_attention.attended not in targets
     assert torch.ops.aten.softmax.int in targets
+
+
+def filled_by_length(m: Any, x: Tensor) -> Any:
+    query, key, value = heads_of(m, x)
+    hidden = x[:, None, None, :, 0] > 0
+    return (query @ key.mT).masked_fill(hidden, -x.shape[1]).softmax(-1) @ value
+
+
+def test_a_number_that_only_the_run_tells_stays() -> None:
+    model = lowered(filled_by_length, torch.randn(BATCH, LENGTH, COUNT), dynamic=True)
+    targets = [node.target for node in with_prepack_in_graph(model).graph.nodes]
+    assert native_float_attention.attended not in targets

@@ -154,6 +154,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda q, k, v: torch.softmax(torch.add(q @ k.mT, q.sum(-1, True), alpha=2), -1) @ v,
         "added to the scores",
     ),
+    "booleans that are added": (
+        lambda q, k, v: torch.softmax(q @ k.mT + (q @ k.mT > 0), -1) @ v, "torch.bool",
+    ),
     "half precision": (
         lambda q, k, v: sdpa(q.bfloat16(), k.bfloat16(), v.bfloat16()).float(), "bfloat16"
     ),

@@ -16,7 +16,7 @@ import torch
 from qompose.backend import arguments_of
 from torch import fx
 
-from qompose_x86_inductor.inductor.shared_heads import is_written_between, value_of
+from qompose_x86_inductor.inductor.graphs import is_written_between, value_of
 
 aten = torch.ops.aten
 OPERATOR: Final = aten.scaled_dot_product_attention.default
@@ -73,9 +73,9 @@ def _operator(node: fx.Node) -> FloatAttention | None:
         return None
     if scale is None:
         width = query.shape[-1]
-        if type(width) is not int or width == 0:
-            return None
-        scale = 1 / math.sqrt(width)
+        scale = 1 / math.sqrt(width) if type(width) is int and width else None
+    if not isinstance(scale, (int, float)):
+        return None  # only the run tells it
     operands = (given["query"], given["key"], given["value"])
     masked = None if mask is None else Mask((mask,))
     return FloatAttention(*operands, masked, float(scale), given["is_causal"], given["enable_gqa"])
@@ -102,7 +102,7 @@ def _written_out(end: fx.Node) -> FloatAttention | None:
 
 
 class _Way:
-    """The way back along nodes that one other node reads, apart from checks."""
+    """The way back from a node to what it is computed from, along nodes of one reader, besides checks."""
 
     def __init__(self, start: Any) -> None:
         self.at, self.nodes = start, list[fx.Node]()
@@ -127,10 +127,11 @@ class _Way:
 
 def _mask(way: _Way) -> Mask | None:
     """Step back over what masks scores, if anything does."""
-    if node := way.back_over(_FILLS):
+    if node := way.back_over(_FILLS, lambda node: _is_number(arguments_of(node)["value"])):
         given = arguments_of(node)
         return Mask((given["mask"],), float(given["value"]), hides=True)
-    if node := way.back_over((aten.where.ScalarOther,)):
+    chosen = (aten.where.ScalarOther,)
+    if node := way.back_over(chosen, lambda node: _is_number(arguments_of(node)["other"])):
         given = arguments_of(node)
         return Mask((given["condition"],), float(given["other"]))
     added = [node for node in (_added(way), _added(way)) if node is not None]
@@ -147,10 +148,16 @@ def _added(way: _Way) -> fx.Node | None:
 
 
 def _adds_to(node: fx.Node, operand: str) -> bool:
-    """Return whether a sum adds a tensor to an operand that is made of a product."""
+    """Return whether a sum adds floats to an operand that is made of a product.
+
+    A sum in place writes to what it adds to: that must be the scores. Booleans count as 0 and 1.
+    """
     given = arguments_of(node)
-    tensors = all(isinstance(given[name], fx.Node) for name in ("self", "other"))
-    return tensors and given["alpha"] == 1 and _are_scores(given[operand], sums=1)
+    if given["alpha"] != 1 or (node.target is aten.add_.Tensor and operand != "self"):
+        return False
+    mask = value_of(given["other" if operand == "self" else "self"])
+    floats = mask is not None and mask.is_floating_point()
+    return floats and _are_scores(given[operand], sums=1)
 
 
 def _are_scores(node: Any, sums: int) -> bool:
@@ -171,8 +178,12 @@ def _scale(factor: fx.Node | None) -> float:
 
 
 def _can_divide(given: Any) -> bool:
-    """Return whether an argument is a number, and not 0: a tensor or a symbol is a node."""
-    return isinstance(given, (int, float)) and given != 0
+    return _is_number(given) and given != 0
+
+
+def _is_number(given: Any) -> bool:
+    """Return whether an argument is a number, not a tensor or what only the run tells."""
+    return isinstance(given, (int, float))
 
 
 def _is_over_keys(node: fx.Node) -> bool:

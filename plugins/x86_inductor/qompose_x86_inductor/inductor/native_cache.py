@@ -16,7 +16,8 @@ from torch import fx
 
 from qompose_x86_inductor.inductor import float_attention, native_float_attention
 from qompose_x86_inductor.inductor.float_attention import FloatAttention
-from qompose_x86_inductor.inductor.shared_heads import behind_copies, repeats_heads, value_of
+from qompose_x86_inductor.inductor.graphs import value_of
+from qompose_x86_inductor.inductor.shared_heads import behind_copies, repeats_heads
 from qompose_x86_inductor.native import cache_attention, processor
 
 aten = torch.ops.aten

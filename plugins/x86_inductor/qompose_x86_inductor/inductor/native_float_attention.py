@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qompose_x86_inductor.inductor import float_attention
 from qompose_x86_inductor.inductor.float_attention import FloatAttention, Mask
-from qompose_x86_inductor.inductor.shared_heads import value_of, without_copies
+from qompose_x86_inductor.inductor.graphs import value_of
+from qompose_x86_inductor.inductor.shared_heads import without_copies
 from qompose_x86_inductor.native import processor
 from qompose_x86_inductor.native.float_attention import ATTENTION
 from qompose_x86_inductor.operators.attention import laid_out, raised
@@ -41,7 +42,7 @@ def replace(node: fx.Node, call: FloatAttention) -> None:
     with node.graph.inserting_before(node):
         key = _upright(call.key) if call.swapped else call.key
         mask = None if call.mask is None else _one_mask(call.mask)
-    tensors = (call.query, *_keys_and_values(node, key, call.value), mask)
+    tensors = (call.query, *_keys_and_values(node, call, key), mask)
     hidden = -math.inf if call.mask is None else call.mask.hidden
     node.target, node.kwargs = attended, {}
     node.args = (*tensors, call.is_causal, call.scale, hidden, call.safe_softmax)
@@ -101,9 +102,12 @@ def _upright(key: fx.Node) -> fx.Node:
     return swapped
 
 
-def _keys_and_values(node: fx.Node, *given: fx.Node) -> tuple[fx.Node, ...]:
+def _keys_and_values(
+    node: fx.Node, call: FloatAttention, upright: fx.Node
+) -> tuple[fx.Node, fx.Node]:
     """Return keys and values of a call, without copies for the heads of a group where both have them."""
-    key, value = (without_copies(each, node) for each in given)
+    given = upright, call.value
+    key, value = (without_copies(each, node, but=call.inside) for each in given)
     same = key.meta["val"].shape[1:2] == value.meta["val"].shape[1:2]
     return (key, value) if same else given
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+
+from qompose_x86_inductor.inductor.graphs import is_written_between, value_of
 
 aten = torch.ops.aten
 _PASS_ON: Final = {
@@ -26,16 +27,17 @@ def behind_copies(node: Any) -> tuple[Any, list[fx.Node]]:
     return node, chain[::-1]
 
 
-def without_copies(node: fx.Node, reader: fx.Node) -> fx.Node:
+def without_copies(node: fx.Node, reader: fx.Node, but: Sequence[fx.Node] = ()) -> fx.Node:
     """Return the keys or values (B, H, S, columns) of which a node gives each to the heads of a group.
 
-    That is the node itself where it does something else, or something is written to before `reader` reads it.
+    That is the node itself where it does something else, or something is written to before `reader` reads it,
+    `but` by some nodes.
     """
     source, chain = behind_copies(node)
     start, end = value_of(source), value_of(node)
     if not chain or start is None or end is None or start.dim() != 4:
         return node
-    fits = repeats_heads(start, chain, end) and not is_written_between(chain[0], reader)
+    fits = repeats_heads(start, chain, end) and not is_written_between(chain[0], reader, but)
     return source if fits else node
 
 
@@ -57,21 +59,3 @@ def repeats_heads(start: Tensor, chain: list[fx.Node], end: Tensor) -> bool:
         )
     }
     return all((value := value_of(n)) is not None and tuple(value.shape) in allowed for n in chain)
-
-
-def is_written_between(first: fx.Node, last: fx.Node, but: Sequence[fx.Node] = ()) -> bool:
-    """Return whether an operator between two nodes of a graph, `but` some, may write to a tensor."""
-    node = first
-    while node is not last:
-        schema = getattr(node.target, "_schema", None)
-        reads = node.target is operator.getitem if schema is None else not schema.is_mutable
-        if node.op == "call_function" and not reads and node not in but:
-            return True
-        node = node.next
-    return False
-
-
-def value_of(node: Any) -> Tensor | None:
-    """Return the example of a node that is a tensor."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None

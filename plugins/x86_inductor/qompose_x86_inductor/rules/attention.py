@@ -6,7 +6,7 @@ Queries, keys and values are quantized, scores and probabilities are the kernel'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from typing import Any, Final
 
@@ -51,17 +51,18 @@ def _operator(match: Match) -> str | None:
         counts = (query[-3], key[-3])
         if not shares or any(type(count) is not int for count in counts):
             return "the heads of the keys are broadcast"
-    return _mask(match.argument("output", "attn_mask"), (*query[:-1], key[-2]))
+    mask = match.argument("output", "attn_mask")
+    return _mask(mask, (*query[:-1], key[-2]), (torch.bool, torch.float32))
 
 
-def _mask(mask: object, scores: tuple[Any, ...]) -> str | None:
+def _mask(mask: object, scores: tuple[Any, ...], dtypes: Sequence[torch.dtype]) -> str | None:
     if mask is None:
         return None
     if not isinstance(mask, Node):
         return "its mask is a number"
     dtype, shape = mask.meta["val"].dtype, kit.shape_of(mask)
-    if dtype not in (torch.bool, torch.float32):
-        return f"its mask is {dtype}, but the kernel supports bool and float32"
+    if dtype not in dtypes:
+        return f"its mask is {dtype}, but the kernel supports {' and '.join(map(str, dtypes))}"
     return "its mask has more dimensions than the scores" if len(shape) > len(scores) else None
 
 
@@ -85,7 +86,7 @@ def _written_out(match: Match) -> str | None:
         return None
     if match.argument("add", "alpha") != 1 or kit.shape_of(added) != kit.shape_of(scores):
         return "the tensor added to the scores is scaled or broadcasts them"
-    return _mask(match.node("mask"), kit.shape_of(scores))
+    return _mask(match.node("mask"), kit.shape_of(scores), (torch.float32,))
 
 
 _SDPA: Final = aten.scaled_dot_product_attention.default
