@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,17 +25,40 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
     return F.dropout(scores.float().softmax(-1), training=False) @ value
 
 
-class Attention(nn.Module):
-    """Self-attention of four heads, with a mask or without, by torch's operator or written out."""
+def chosen(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    scores = (query @ key.mT).mul_(0.3)
+    if attn_mask is not None:
+        scores = torch.where(attn_mask, scores, -1e9)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
-    def __init__(self, *, masked: bool = False, written: bool = False) -> None:
+
+def over_queries(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    return (query @ key.mT).softmax(-2) @ value
+
+
+def of_similar_rows(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    return (query @ key.mT).softmax(-1)[..., :8] + value
+
+
+def as_divisor(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    return (1e-3 * torch.ones(16, 16) / (query @ key.mT)).softmax(-1) @ value
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "operator": F.scaled_dot_product_attention,
+    "written": written_out,
+    "chosen": chosen,
+}
+
+
+class Attention(nn.Module):
+    """Self-attention of four heads, with a mask or without, by some form of it."""
+
+    def __init__(self, attend: Callable[..., Tensor], *, masked: bool = False) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
         self.value, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.masked, self.attend = (
-            masked,
-            written_out if written else F.scaled_dot_product_attention,
-        )
+        self.masked, self.attend = masked, attend
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (
@@ -47,24 +71,28 @@ class Attention(nn.Module):
 
 
 def quantized(
-    target: str, *, masked: bool = False, written: bool = False, **options: Any
+    target: str,
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
+    *,
+    masked: bool = False,
+    **options: Any,
 ) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     batches = [(torch.randn(3, 16, 32),) for _ in range(4)]
     quantizer = qompose.RuleQuantizer(load_backend("onnx")).set_global(config(**options))
     result = qompose.quantize(
-        Attention(masked=masked, written=written).eval(), batches[0], backends=quantizer, calibration=batches,
+        Attention(attend, masked=masked).eval(), batches[0], backends=quantizer, calibration=batches,
         target=target, progress=False,
     )  # fmt: skip
     return result, torch.randn(3, 16, 32)
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["operator", "written"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_queries_and_keys_are_integers(target: str, masked: bool, written: bool) -> None:
+def test_queries_and_keys_are_integers(target: str, masked: bool, form: str) -> None:
     pytest.importorskip(target)
-    result, x = quantized(target, masked=masked, written=written, attention=True)
+    result, x = quantized(target, FORMS[form], masked=masked, attention=True)
     with torch.no_grad():
         assert sqnr(result.converted(x), result.model(x)) > 40
     (row,) = (
@@ -74,10 +102,10 @@ def test_queries_and_keys_are_integers(target: str, masked: bool, written: bool)
     assert all(row.state == "int8 kernel" for row in result.report.rows if "linear" in row.name)
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["operator", "written"])
-def test_linears_of_openvino_return_them(written: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_linears_of_openvino_return_them(form: str) -> None:
     pytest.importorskip("openvino")
-    result, _ = quantized("openvino", written=written, attention=True)
+    result, _ = quantized("openvino", FORMS[form], attention=True)
     given = [
         facts["outputPrecisions"].astype(str)
         for node in result.model.load().compiled.get_runtime_model().get_ordered_ops()
@@ -93,6 +121,15 @@ def test_they_stay_in_float_where_nobody_asks() -> None:
     result, _ = quantized("onnxruntime")
     (row,) = (row for row in result.report.rows if "attention" in row.name)
     assert row.state == "float"
+
+
+@pytest.mark.parametrize("attend", [over_queries, of_similar_rows, as_divisor])
+def test_other_products_stay_in_float(attend: Callable[..., Tensor]) -> None:
+    pytest.importorskip("onnxruntime")
+    result, _ = quantized("onnxruntime", attend, attention=True)
+    products = [row for row in result.report.rows if row.name.startswith("matmul")]
+    assert products
+    assert {row.state for row in products} == {"float"}
 
 
 @pytest.mark.parametrize("other", ["tensorrt", "is_dynamic", "weight_only", "is_qat"])

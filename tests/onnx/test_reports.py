@@ -136,12 +136,16 @@ def test_a_linear_of_a_loop_is_not_taken_for_one_outside(runtime: str, inner: st
     assert states == {"linear": "int8 kernel", "scan_combine_graph_0_linear": inner}
 
 
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # of what OpenVINO computes in float
 def test_linears_that_openvino_makes_a_loop_of_are_not_counted_as_int8() -> None:
+    """It does with one thread, as tox has it; with more, these are products of integers."""
     pytest.importorskip("openvino")
     x = torch.randn(2, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    with pytest.warns(qompose.QomposeWarning):
-        result = qompose.quantize(
-            model, (x,), backends=["onnx"], calibration=[(x,)], target="openvino", progress=False
-        )
-    assert {row.state for row in result.report.rows} == {"simulated (Q/DQ)"}
+    result = qompose.quantize(
+        model, (x,), backends=["onnx"], calibration=[(x,)], target="openvino", progress=False
+    )
+    executed = result.model.load().compiled.get_runtime_model().get_ordered_ops()
+    kinds = {node.get_rt_info()["layerType"].astype(str) for node in executed}
+    state = "int8 kernel" if "FullyConnected" in kinds else "simulated (Q/DQ)"
+    assert {row.state for row in result.report.rows} == {state}

@@ -30,8 +30,8 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 _WORD: Final = 32
 _BITS: Final = (2, 4, 8)
-_INTEGERS: Final = ("qweight", "qzeros", "scales")
-_COMPRESSED: Final = ("weight_packed", "weight_scale", "weight_shape")
+_GPTQ_TENSORS: Final = ("qweight", "qzeros", "scales")
+_COMPRESSED_TENSORS: Final = ("weight_packed", "weight_scale", "weight_shape")
 _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """By output channel, the field of AWQ's word that it is in."""
 
@@ -138,7 +138,7 @@ def _gptq_layout(config: Mapping[str, Any]) -> Layout:
     )
     ordered = bool(config.get("desc_act")) and size is not None
     needed, optional = _split({"g_idx": ordered})
-    return Layout(f"{form} {bits}-bit", bits, (*_INTEGERS, *needed), optional, decode)
+    return Layout(f"{form} {bits}-bit", bits, (*_GPTQ_TENSORS, *needed), optional, decode)
 
 
 def _awq_layout(config: Mapping[str, Any]) -> Layout:
@@ -152,7 +152,7 @@ def _awq_layout(config: Mapping[str, Any]) -> Layout:
         raise _NotReadable(f"it has {bits} bits; AWQ's order of fields is known only for 4 bits")
     size = _group_size(config.get("group_size", config.get("q_group_size", -1)))
     decode = partial(_decode_awq, size=size)
-    return Layout("awq gemm 4-bit", 4, _INTEGERS, (), decode)
+    return Layout("awq gemm 4-bit", 4, _GPTQ_TENSORS, (), decode)
 
 
 def _compressed_layout(config: Mapping[str, Any]) -> Layout:
@@ -165,14 +165,15 @@ def _compressed_layout(config: Mapping[str, Any]) -> Layout:
     weights = [group["weights"] for group in groups]
     sizes = frozenset(map(_compressed_size, weights))
     name = f"compressed-tensors {bits}-bit"
-    decode = partial(_decode_compressed, bits=bits, sizes=sizes)
+    shared = any(one.get("strategy") == "tensor" for one in weights)
+    decode = partial(_decode_compressed, bits=bits, sizes=sizes, shared=shared)
     needed, optional = _split(
         {
             "weight_zero_point": all(one.get("symmetric") is False for one in weights),
             "weight_g_idx": all(one.get("actorder") == "group" for one in weights),
         }
     )
-    return Layout(name, bits, (*_COMPRESSED, *needed), optional, decode)
+    return Layout(name, bits, (*_COMPRESSED_TENSORS, *needed), optional, decode)
 
 
 def _compressed_bits(group: Mapping[str, Any], config: Mapping[str, Any]) -> int:
@@ -253,7 +254,7 @@ def _decode_awq(tensors: Tensors, *, size: int | None) -> PackedWeight:
 
 
 def _decode_compressed(
-    tensors: Tensors, *, bits: int, sizes: frozenset[int | None]
+    tensors: Tensors, *, bits: int, sizes: frozenset[int | None], shared: bool
 ) -> PackedWeight:
     outputs, inputs = _shape(tensors, "weight_shape")
     packed = _fields(tensors, "weight_packed", bits, 1)
@@ -263,7 +264,7 @@ def _decode_compressed(
         )
     integers, scale = packed[:, :inputs], _scales(tensors, "weight_scale")
     scale = scale if scale.dim() == 2 else scale.reshape(-1, 1)
-    scale = scale.expand(outputs, -1) if len(scale) == 1 else scale
+    scale = scale.expand(outputs, -1) if shared and scale.numel() == 1 else scale
     zeros = torch.full(scale.shape, 2 ** (bits - 1))
     if "weight_zero_point" in tensors:
         zeros = _fields(tensors, "weight_zero_point", bits, 0)[:outputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from qompose.backend import Kernel, Match, OperatorPattern, Rule, TensorConstraint, kit
@@ -17,21 +17,9 @@ from qompose.observers import activation_spec
 from torch import Tensor
 from torch.fx import Node
 
+from qompose_onnx.attention_graph import OPERATOR, PRODUCT, up_to_softmax, weighs
 from qompose_onnx.names import ATTENTION, OPENVINO, OPENVINO_INT8
 
-aten = torch.ops.aten
-_SDPA: Final = aten.scaled_dot_product_attention.default
-_PRODUCT: Final = aten.matmul.default
-_SOFTMAX: Final = (aten.softmax.int, aten._softmax.default)
-_CHECK: Final = aten._assert_tensor_metadata.default
-"""What torch.export puts beside a conversion of types."""
-_SCALED_OR_MASKED: Final = frozenset((
-    aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor,
-    aten.add.Tensor, aten.add_.Tensor, aten.where.self,
-    aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor,
-    aten.to.dtype,  # to float32, before a softmax, as T5 has it
-))  # fmt: skip
-"""What stands between queries times keys and the softmax."""
 _HEADS: Final = ((2, 2, 5, 8),) * 3
 _INTEGERS: Final = replace(
     activation_spec(torch.int8, -128, 127), qscheme=torch.per_tensor_symmetric
@@ -58,51 +46,30 @@ def _forms() -> Iterator[OperatorPattern]:
     def mask() -> Tensor:
         return torch.ones(5, 5, dtype=torch.bool).tril()
 
-    yield OperatorPattern((_SDPA,), lambda query, key, value: _SDPA(query, key, value), _HEADS)
     yield OperatorPattern(
-        (_SDPA,), lambda query, key, value, attn_mask: _SDPA(query, key, value, attn_mask),
+        (OPERATOR,), lambda query, key, value: OPERATOR(query, key, value), _HEADS
+    )
+    yield OperatorPattern(
+        (OPERATOR,), lambda query, key, value, attn_mask: OPERATOR(query, key, value, attn_mask),
         (*_HEADS, mask),
     )  # fmt: skip
 
 
-def up_to_softmax(node: Node) -> list[Node]:
-    """Return what alone reads a node, scales and masks it, up to a softmax; [] where there is none."""
-    found: list[Node] = []
-    while len(readers := [user for user in node.users if user.target is not _CHECK]) == 1:
-        (node,) = readers
-        found.append(node)
-        if node.target in _SOFTMAX:
-            return found
-        if node.target not in _SCALED_OR_MASKED:
-            break
-    return []
-
-
-def _weighs(node: Node) -> bool:
-    """Tell whether a product weighs values by what a softmax gives."""
-    weights: Any = node.args[0]
-    while isinstance(weights, Node) and weights.target is aten.dropout.default:
-        weights = weights.args[0]
-    return isinstance(weights, Node) and weights.target in _SOFTMAX
-
-
-def attends(node: Node) -> bool:
-    """Tell whether a node is attention, or one of its two products where it is written out."""
-    product = node.target is _PRODUCT and bool(up_to_softmax(node) or _weighs(node))
-    return product or node.target is _SDPA
-
-
-def _read_by_softmax(match: Match) -> str | None:
-    """Require that the products are those of queries and keys."""
-    scored = up_to_softmax(match.output)
-    return None if scored else "no softmax reads it, so it is not attention"
+def _scores_keys(match: Match) -> str | None:
+    """Require that the products are those of queries and keys, and that others weigh values by them."""
+    if not (behind := up_to_softmax(match.output)):
+        return "no softmax over keys reads it, so it is not attention"
+    return (
+        None if weighs(behind[-1]) else "nothing is weighed by its softmax, so it is not attention"
+    )
 
 
 def _scores() -> OperatorPattern:
     def scores(self: Tensor, other: Tensor) -> Tensor:
-        return torch.softmax(torch.matmul(self, other) * 0.5, -1)
+        weights = torch.softmax(torch.matmul(self, other) * 0.5, -1)
+        return torch.matmul(weights, other.mT)
 
-    return OperatorPattern((_PRODUCT,), scores, ((2, 2, 5, 8), (2, 2, 8, 5)))
+    return OperatorPattern((PRODUCT,), scores, ((2, 2, 5, 8), (2, 2, 8, 5)))
 
 
 _WHOLE: Final = Rule(
@@ -125,9 +92,9 @@ RULES: Final = (
     replace(
         _WHOLE,
         name="attention_scores",
-        drawing="matmul",
+        drawing="matmul -> softmax",
         patterns=(_scores(),),
         activations=("self", "other"),
-        guard=(kit.float32, _read_by_softmax),
+        guard=(kit.float32, _scores_keys),
     ),
 )

@@ -16,20 +16,20 @@ from qompose_onnx.initializers import added_constant, graph_of
 
 
 def settle(model: ir.Model) -> None:
-    """Let averages without padding not count it, and others read floats, in place."""
+    """Let averages without padding count none, and others read floats, in place."""
     for node in [*model.graph.all_nodes()]:
         facts = node.attributes
         if node.op_type != "AveragePool" or not facts.get_int("ceil_mode", 0):
             continue
         if not any(facts.get_ints("pads", ())):
             facts["count_include_pad"] = ir.AttrInt64("count_include_pad", 0)
-        elif facts.get_int("count_include_pad", 0) and _reads_dequantized(node):
+        elif facts.get_int("count_include_pad", 0) and _reads_float32(node):
             _read_floats(node)
 
 
-def _reads_dequantized(node: ir.Node) -> bool:
-    source = None if node.inputs[0] is None else node.inputs[0].producer()
-    return source is not None and source.op_type == "DequantizeLinear"
+def _reads_float32(node: ir.Node) -> bool:
+    """Tell whether a node may read dequantized integers, moved through what is in front or not."""
+    return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
 
 
 def _read_floats(node: ir.Node) -> None:

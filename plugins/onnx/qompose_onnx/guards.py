@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from qompose.backend import Match, kit
 
-from qompose_onnx.attention import attends
+from qompose_onnx.attention_graph import attends
 
 aten = torch.ops.aten
 _LAYOUTS: Final = frozenset((

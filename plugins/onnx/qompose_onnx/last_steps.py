@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose_onnx import openvino_defects, tensorrt
-from qompose_onnx.attention import up_to_softmax
+from qompose_onnx.attention_graph import up_to_softmax
 from qompose_onnx.errors import ONNXRefusalError, ONNXTargetError
 from qompose_onnx.export import SIXTEEN, export
 from qompose_onnx.fused_graph import (
@@ -153,7 +153,7 @@ def _finished(made: _Made, found: Executed, runtime: str, kernel: str) -> Finish
     for claim, nodes in made.claims.items():
         own = _left_of(nodes, found) or _left_of(_scaled(nodes), found)
         fused = kernel if kernel and any(map(_is_of_integers, own)) else _fused(own, nodes)
-        if kernel and any(map(_attends, nodes)):
+        if kernel and any(map(_is_attention, nodes)):
             fused = kernel if any(reads for _, reads in own) else None
         if any(map(_reads_sixteen_bits, nodes)) and runtime == OpenVinoSession.runtime:
             fallbacks[claim] = f"{runtime} computes in float, and leaves out rounding to 16 bits"
@@ -184,7 +184,7 @@ def _left_of(nodes: Iterable[Node], found: Executed) -> list[tuple[str, bool]]:
 def _scaled(nodes: Iterable[Node]) -> Iterator[Node]:
     """Yield what scales queries times keys, up to the softmax: OpenVINO may name their product after that."""
     for node in nodes:
-        if _attends(node):
+        if _is_attention(node):
             yield from up_to_softmax(node)
 
 
@@ -209,11 +209,11 @@ def _fused(own: list[tuple[str, bool]], nodes: list[Node]) -> str | None:
 
 def _multiplies(node: Node) -> bool:
     """Tell whether an operator is a product, of which something must be left."""
-    return _attends(node) or any(name in str(node.target) for name in ("linear", "conv"))
+    return _is_attention(node) or any(name in str(node.target) for name in ("linear", "conv"))
 
 
-def _attends(node: Node) -> bool:
-    """Tell whether a node is attention or its first product, which OpenVINO makes one loop of all of."""
+def _is_attention(node: Node) -> bool:
+    """Tell whether a claimed node is attention or its first product: OpenVINO makes one loop of it all."""
     return any(name in str(node.target) for name in ("scaled_dot_product_attention", "matmul"))
 
 

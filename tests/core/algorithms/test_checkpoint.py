@@ -191,6 +191,7 @@ def test_a_weight_that_is_not_read_is_named(case: str, tmp_path: Path) -> None:
 
 CUT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "a row of scales": lambda t: t.update(weight_scale=t["weight_scale"][:-1].clone()),
+    "all rows of scales but one": lambda t: t.update(weight_scale=t["weight_scale"][:1].clone()),
     "all scales": lambda t: t.update(weight_scale=t["weight_scale"][:, :0].clone()),
     "scales of every second group": lambda t: t.update(weight_scale=t["weight_scale"][:, :1].clone()),
     "a shape in floats": lambda t: t.update(weight_shape=t["weight_shape"].double()),
