@@ -17,7 +17,7 @@ from qompose.observers import activation_spec
 from torch import Tensor
 from torch.fx import Node
 
-from qompose_onnx.attention_graph import OPERATOR, PRODUCT, up_to_softmax, weighs
+from qompose_onnx.attention_graph import OPERATOR, PRODUCT, up_to_softmax
 from qompose_onnx.names import ATTENTION, OPENVINO, OPENVINO_INT8
 
 _HEADS: Final = ((2, 2, 5, 8),) * 3
@@ -56,18 +56,14 @@ def _forms() -> Iterator[OperatorPattern]:
 
 
 def _scores_keys(match: Match) -> str | None:
-    """Require that the products are those of queries and keys, and that others weigh values by them."""
-    if not (behind := up_to_softmax(match.output)):
-        return "no softmax over keys reads it, so it is not attention"
-    return (
-        None if weighs(behind[-1]) else "nothing is weighed by its softmax, so it is not attention"
-    )
+    """Require that the products are those of queries and keys."""
+    scored = up_to_softmax(match.output)
+    return None if scored else "no softmax over keys reads it, so it is not attention"
 
 
 def _scores() -> OperatorPattern:
     def scores(self: Tensor, other: Tensor) -> Tensor:
-        weights = torch.softmax(torch.matmul(self, other) * 0.5, -1)
-        return torch.matmul(weights, other.mT)
+        return torch.softmax(torch.matmul(self, other) * 0.5, -1)
 
     return OperatorPattern((PRODUCT,), scores, ((2, 2, 5, 8), (2, 2, 8, 5)))
 

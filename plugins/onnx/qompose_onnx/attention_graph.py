@@ -41,16 +41,6 @@ def up_to_softmax(node: Node) -> list[Node]:
     return []
 
 
-def weighs(softmax: Node) -> bool:
-    """Tell whether a product weighs values by what a softmax gives, and nothing else reads that."""
-    node = softmax
-    while len(readers := _readers(node)) == 1:
-        weights, node = node, readers[0]
-        if node.target not in _PASSES:
-            return node.target is PRODUCT and node.args[0] is weights
-    return False
-
-
 def attends(node: Node) -> bool:
     """Tell whether a node is attention, or one of its two products where it is written out."""
     product = node.target is PRODUCT and bool(up_to_softmax(node) or _reads_softmax(node))
