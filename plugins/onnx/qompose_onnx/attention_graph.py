@@ -14,9 +14,9 @@ PRODUCT: Final = aten.matmul.default
 _SOFTMAX: Final = (aten.softmax.int, aten._softmax.default)
 _CHECK: Final = aten._assert_tensor_metadata.default
 """What torch.export puts beside a conversion of types."""
-_SUMS: Final = (aten.mul.Tensor, aten.mul_.Tensor, aten.add.Tensor, aten.add_.Tensor)
+_OF_TWO: Final = (aten.mul.Tensor, aten.mul_.Tensor, aten.add.Tensor, aten.add_.Tensor)
 _PLACES: Final = {
-    **dict.fromkeys(_SUMS, (0, 1)),
+    **dict.fromkeys(_OF_TWO, (0, 1)),
     **dict.fromkeys((aten.div.Tensor, aten.div_.Tensor, aten.to.dtype), (0,)),
     **dict.fromkeys(
         (aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor), (0,)

@@ -47,11 +47,11 @@ def lowered(forward: Callable[..., Any], *given: Tensor, dynamic: bool = False) 
     return found.model
 
 
-def hidden_keys(*, whole_rows: bool = True) -> Tensor:
+def hidden_keys() -> Tensor:
     """Booleans (batch, 1, length, length); every fifth query has no key left."""
     torch.manual_seed(1)
     hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.4
-    hidden[:, :, ::5] = whole_rows
+    hidden[:, :, ::5] = True
     return hidden
 
 
